@@ -1,4 +1,4 @@
-"""The command `megalite plan CONFIG.yaml`: layouts that fit a cluster, fastest first. Starts nothing. No torch here."""
+"""The command `megalite plan CONFIG.yaml`: layouts that fit a cluster, and which to take. No torch here."""
 
 from __future__ import annotations
 

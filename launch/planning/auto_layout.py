@@ -183,7 +183,7 @@ def _best(config: Config, result: SearchResult) -> ChosenLayout:
     step = f"roughly {about(step_s)}" if is_guess(cluster.accelerator) else seconds(step_s)
     sentence = (
         f"auto: chose {best.layout} for {cluster.accelerators} x {cluster.accelerator_name} with "
-        f"{cluster.accelerator.memory_gib:.3g} GiB each, the fastest of {count} layout{'s' * (count > 1)} that fit: "
+        f"{cluster.accelerator.memory_gib:.3g} GiB each, the best of {count} layout{'s' * (count > 1)} that fit: "
         f"{step} a step, bound by {main_parts(best)}"
     )
     return ChosenLayout(best.options, sentence)

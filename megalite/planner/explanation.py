@@ -8,12 +8,11 @@ from megalite.config import Config
 from megalite.config.auto import CHOOSABLE
 from megalite.config.batch_stages import largest_shape
 from megalite.config.suggestions import OptionPath, dotted
+from megalite.planner.choice import ERROR, NOTICEABLE, ROOMY, doubts, hidden_by_zero_3_s
 from megalite.planner.hardware import is_guess
 from megalite.planner.published import beside_published
 from megalite.planner.search import (
-    ALIKE,
     CHUNKS,
-    ROOMY,
     SCHEDULE,
     Dropped,
     LayoutCandidate,
@@ -27,7 +26,7 @@ from megalite.planner.units import about, gib, seconds
 OF_THE_SEQUENCE = ("activations", "working", "logits")  # parts of a stage's memory that grow with its length
 BACKGROUND, BUCKET = ("checkpoint", "background"), ("parallel", "gradient_bucket_size")
 SMALL_BUCKET = 5_000_000  # numbers, whose collectives still take longer than their start
-NOTICEABLE = 1e-3  # of a step
+WORTH_TELLING = 1e-3  # of a step
 NODE_COUNTS = sorted({*range(1, 17), *(2**n for n in range(4, 15)), *(3 * 2**n for n in range(2, 13))})
 
 
@@ -50,7 +49,7 @@ def caveats(config: Config, result: SearchResult) -> list[str]:
     """Lists the assumptions behind the winner's numbers, and the pipeline schedule that would make it faster."""
     best, kind = result.best, result.cluster.accelerator
     said = [f"efficiency {kind.efficiency:g} of {result.cluster.accelerator_name}: {kind.calibrated_on}"]
-    if best is not None and best.time.hidden_s > 0.02 * best.time.seconds:
+    if best is not None and hidden_by_zero_3_s(best) > NOTICEABLE * best.time.seconds:
         others = [one for one in result.candidates if one.layout.zero_stage < 3]
         instead = (
             f"; the best without it: {others[0].layout}, {seconds(others[0].time.seconds)} a step" if others else ""
@@ -73,6 +72,11 @@ def caveats(config: Config, result: SearchResult) -> list[str]:
             f"with parallel.pipeline_schedule {faster.layout.pipeline_schedule} a step of the winner would take "
             f"{1 - faster.time.seconds / best.time.seconds:.1%} less, and its fullest accelerator "
             f"{gib(faster.fullest.total)} instead of {gib(best.fullest.total)}"
+        )
+    if kind.device == "cuda" and result.cluster.nodes > 1:
+        said.append(
+            "step times are a best case: switches and links are taken to be free of other traffic, and all nodes to be "
+            "equally fast"
         )
     if kind.device == "cpu":
         said.append("memory includes some 300 MiB that a rank's process takes before training")
@@ -155,15 +159,18 @@ def _next_best(result: SearchResult) -> str:
         return "no other layout fits"
     best, other = result.candidates[:2]
     slower = other.time.seconds / best.time.seconds - 1
+    if doubtful := doubts(other, result.cluster.memory_bytes):
+        what = f"{-slower:.1%} faster" if slower < 0 else f"{slower:.1%} slower"
+        return f"not taken, {other.layout}: {what} by prediction, but {' and '.join(doubtful)}"
+    if abs(slower) < ERROR:
+        return f"next best, {other.layout}: as fast, within the error of {ERROR:.1%}, and no simpler"
     losses = {
         name: other.time.parts.get(name, 0.0) - best.time.parts.get(name, 0.0)
         for name in best.time.parts.keys() | other.time.parts.keys()
     }
     name, loss = max(sorted(losses.items()), key=lambda item: item[1])
     gained, gain = min(sorted(losses.items()), key=lambda item: item[1])
-    if slower < ALIKE:
-        return f"next best, {other.layout}: as fast, within {ALIKE:.0%}"
-    saved = f", saves {seconds(-gain)} of {gained}" if gain < -NOTICEABLE * best.time.seconds else ""
+    saved = f", saves {seconds(-gain)} of {gained}" if gain < -WORTH_TELLING * best.time.seconds else ""
     return f"next best, {other.layout}: {slower:.1%} slower; it loses {seconds(loss)} to {name}{saved}"
 
 

@@ -7,9 +7,12 @@ from megalite.planner.hardware import Accelerator, PublishedSpeed
 
 
 def best_published(kind: Accelerator, precision: str) -> PublishedSpeed | None:
-    """Returns the fastest training published in `precision`, else the fastest of all; None where none is published."""
-    alike = [one for one in kind.published if one.precision == precision]
-    return max(alike or kind.published, key=lambda one: one.model_tflops, default=None)
+    """Returns the fastest training published in `precision`, of which both kinds of 16 bits are one; None where none is
+    published."""
+    sixteen_bits = ("bf16", "fp16")
+    formats = sixteen_bits if precision in sixteen_bits else (precision,)
+    alike = [one for one in kind.published if one.precision in formats]
+    return max(alike, key=lambda one: one.model_tflops, default=None)
 
 
 def beside_published(
@@ -27,7 +30,10 @@ def beside_published(
     what = "measured" if is_measured else f"predicted, as in {precision.dtype}," if in_float8 else "predicted"
     where = f"{best.system}, {best.model}, sequences of {best.sequence_length:,}, {best.accelerators:,} of them"
     counted = "; TFLOP/s computed here from published tokens/s" * best.is_computed_here
+    beyond = "; take a prediction that nobody has reached as a limit"
+    is_beyond = not is_measured and not in_float8 and model_tflops > best.model_tflops
     return (
         f"{what} {model_tflops:.4g} model TFLOP/s of each {name} in {ours}; published best: "
         f"{best.model_tflops:.4g} in {best.precision} ({where}{counted})"
+        f"{beyond * is_beyond}"
     )

@@ -1,7 +1,7 @@
 """Searches the layouts in which a model can be trained on a cluster and ranks them. Pure arithmetic, no torch.
 
-In: a config, a cluster, and which options of the layout are free. Out: the layouts that fit, fastest first, and what
-was dropped and why. What is legal is asked of the config itself (`resolve_layout`): no rule stands here twice.
+In: a config, a cluster, and which options of the layout are free. Out: the layouts that fit, the one to take first, and
+what was dropped and why. What is legal is asked of the config itself (`resolve_layout`): no rule stands here twice.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, Literal, Self
 from megalite.config import Config, ConfigError, ResolvedLayout, resolve_layout
 from megalite.config.auto import CHOOSABLE
 from megalite.config.suggestions import OptionPath
+from megalite.planner.choice import RECOMPUTE_MODES, ROOMY, first_choice, simplicity
 from megalite.planner.cost.memory import (
     CPU,
     CUDA,
@@ -29,7 +30,7 @@ from megalite.planner.cost.step_time import StepTime, step_time
 from megalite.planner.hardware import Cluster
 from megalite.planner.schedules.tables import Schedule
 from megalite.planner.units import gib
-from megalite.planner.workload import ParallelLayout, Recompute, TrainingWorkload
+from megalite.planner.workload import ParallelLayout, TrainingWorkload
 
 TENSOR, PIPELINE = ("parallel", "tensor_parallel_size"), ("parallel", "pipeline_parallel_size")
 DATA, ZERO = ("parallel", "data_parallel_size"), ("parallel", "zero_stage")
@@ -37,9 +38,7 @@ SEQUENCE = ("parallel", "sequence_parallel")
 SCHEDULE, CHUNKS = ("parallel", "pipeline_schedule"), ("parallel", "pipeline_chunks")
 MICRO_BATCH, RECOMPUTE = ("training", "micro_batch_size"), ("recompute", "mode")
 
-ALIKE = 0.01  # of a step: predictions are no better than that
-ROOMY = 0.94  # of an accelerator's memory: predictions of memory are good to some 6 %
-RECOMPUTE_MODES: tuple[Recompute, ...] = ("none", "selective", "full")  # the fastest first
+ALIKE = 0.01  # of a step, by which another schedule must be faster to be named
 ZERO_STAGES = (1, 2, 3)  # stage 0 is served by 1
 
 Check = Callable[[Config, ResolvedLayout], None]
@@ -148,11 +147,9 @@ def search(
         if found:
             break
     # the simpler of two layouts comes first whose times are equal to six digits
-    found.sort(key=lambda one: (float(f"{one.time.seconds:.6g}"), *_simplicity(one.layout)))
-    if found:  # among those equally fast within the prediction error, one with memory to spare, and the simplest
-        alike = [one for one in found if one.time.seconds <= (1 + ALIKE) * found[0].time.seconds]
-        is_full = ROOMY * cluster.memory_bytes
-        chosen = min(alike, key=lambda one: (one.fullest.total > is_full, *_simplicity(one.layout)))
+    found.sort(key=lambda one: (float(f"{one.time.seconds:.6g}"), *simplicity(one.layout)))
+    if found:
+        chosen = first_choice(found, cluster.memory_bytes)
         found.remove(chosen)
         found.insert(0, chosen)
 
@@ -160,7 +157,7 @@ def search(
         is_far = one.missing_bytes is None and not _has_stages_as_stated(
             config, one.layout.pipeline_parallel_size, free
         )
-        return one.missing_bytes is None, one.missing_bytes or 0.0, is_far, _simplicity(one.layout)
+        return one.missing_bytes is None, one.missing_bytes or 0.0, is_far, simplicity(one.layout)
 
     dropped.sort(key=how_far)
     return SearchResult(cluster, tuple(found), tuple(dropped), allocator)
@@ -210,8 +207,8 @@ def needs(
 def fitted(
     job: TrainingWorkload, cluster: Cluster, free: frozenset[OptionPath], allocator: Device | None = None
 ) -> tuple[TrainingWorkload, tuple[StageMemory, ...]]:
-    """Returns a job and its memory. Where recomputation is free, each stage has the fastest with which it fits, or with
-    which it needs least if it fits with none. `allocator` as in `needs`.
+    """Returns a job and its memory. Where recomputation is free, each stage has the fastest with which it fits and has
+    memory to spare, or else with which it needs least. `allocator` as in `needs`.
 
     Under 1F1B an early stage holds more micro-batches than a late one, so it may have to recompute more.
     """
@@ -219,9 +216,9 @@ def fitted(
         return job, needs(job, cluster, allocator)
     fastest, *others = RECOMPUTE_MODES
     memory = list(needs(job.with_recompute(fastest), cluster, allocator))
-    modes = [fastest] * len(memory)
+    modes, limit = [fastest] * len(memory), ROOMY * cluster.memory_bytes
     for mode in others:
-        too_large = [one.stage for one in memory if one.total > cluster.memory_bytes]
+        too_large = [one.stage for one in memory if one.total > limit]
         for one in needs(job.with_recompute(mode), cluster, allocator, too_large):
             if memory[one.stage].total > one.total:
                 modes[one.stage], memory[one.stage] = mode, one
@@ -390,16 +387,4 @@ def _layout(config: Config, tp: int, pp: int, world_size: int) -> ParallelLayout
         pipeline_parallel_size=pp,
         data_parallel_size=max(1, world_size // (tp * pp)),
         micro_batch_size=config.training.micro_batch_size,
-    )
-
-
-def _simplicity(layout: ParallelLayout) -> tuple[Any, ...]:
-    modes = (layout.recompute,) if isinstance(layout.recompute, str) else layout.recompute
-    return (
-        layout.tensor_parallel_size,
-        layout.pipeline_parallel_size,
-        sorted(map(RECOMPUTE_MODES.index, modes), reverse=True),
-        layout.zero_stage,
-        layout.sequence_parallel,
-        layout.micro_batch_size,
     )

@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any
 
 from megalite.monitor.goodput import ENDS
-from megalite.planner.reliability.checkpoints import LONGEST_INTERVAL_S, Save, planned_interval_s
+from megalite.planner.reliability.checkpoints import LONGEST_INTERVAL_S, Save, is_for_storage, planned_interval_s
 from megalite.planner.reliability.failure_rates import DEFAULT_RATE, mtbf_hours
 from megalite.planner.units import plural, short
 
@@ -138,8 +138,11 @@ class IntervalPlanner:
     def interval_s(self) -> float:
         """Returns the seconds of training between saves; needs a measured save."""
         mean_s, _ = self._history.mean_time_between_failures(self._running_s)
+        return planned_interval_s(self._save(), mean_s)
+
+    def _save(self) -> Save:
         blocked_s = median(self._blocked_s)
-        return planned_interval_s(Save(blocked_s, max(self._duration_s) if self._background else blocked_s), mean_s)
+        return Save(blocked_s, max(self._duration_s) if self._background else blocked_s)
 
     def sentence(self) -> str:
         """Returns the interval with the numbers that it follows from."""
@@ -147,6 +150,7 @@ class IntervalPlanner:
         interval_s = self.interval_s()
         steps = max(1, round(interval_s / median(self._step_s))) if any(self._step_s) else 1
         bound = ", the longest" * (interval_s == LONGEST_INTERVAL_S)
+        bound += ", the shortest that storage should bear" * is_for_storage(self._save(), mean_s)
         return (
             f"checkpoint.interval auto: a save every {_format_s(interval_s)} ({plural(steps, 'step')}){bound}, "
             f"because one blocks {_format_s(median(self._blocked_s))} and takes {_format_s(max(self._duration_s))},"

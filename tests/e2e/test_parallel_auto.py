@@ -40,6 +40,7 @@ from launch.trainer.start_checks import choose_layout
 from megalite.config import Config, ConfigError, load_config, resolve_layout, wanted_world_size
 from megalite.config.auto import CHOOSABLE
 from megalite.config.suggestions import OptionPath
+from megalite.planner.choice import ROOMY
 from megalite.planner.cost.memory import CPU, CUDA, Device
 from megalite.planner.hardware import Cluster
 from megalite.planner.search import RECOMPUTE, Ranks, first_legal, needs
@@ -142,7 +143,7 @@ def test_stages_are_told_what_to_recompute(
     layout = resolve_layout(config.with_resolved({RECOMPUTE: "none"}), 2, "cpu")
     first, second = needs(TrainingWorkload.of(config.with_resolved({RECOMPUTE: "none"}), layout), cpus(2))
     assert first.total > second.total, "the case that this test is for"
-    memory_gib = (first.total + second.total) / 2 / 2**30
+    memory_gib = (first.total + second.total) / 2 / ROOMY / 2**30  # with memory to spare
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.setattr(places, "here", lambda ranks: cpus(ranks, memory_gib=memory_gib))
     monkeypatch.setattr(places, "cpu_count", lambda: 2)

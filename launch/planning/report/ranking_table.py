@@ -1,4 +1,4 @@
-"""The table of the layouts that fit, the fastest first."""
+"""The table of the layouts that fit, the one to take first."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def ranking_caption(result: SearchResult) -> str:
     if too_large := len(result.too_large):
         text += f". {too_large:,} more need too much memory"
     best = candidates[0].time.seconds
-    if close := sum(candidate.time.seconds <= NOISE * best for candidate in candidates[1:]):
+    if close := sum(1 / NOISE <= candidate.time.seconds / best <= NOISE for candidate in candidates[1:]):
         text += (
             f". {plural(close, 'layout')} {'are' if close > 1 else 'is'} within {NOISE - 1:.0%} of the first, which is "
             "less than predictions are worth: a short run of the first few decides"

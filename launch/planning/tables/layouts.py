@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from launch.output import Table
+from megalite.planner.choice import doubts
 from megalite.planner.explanation import explain
 from megalite.planner.hardware import Cluster, is_guess
 from megalite.planner.search import LayoutCandidate, SearchResult
@@ -36,11 +37,12 @@ def row_of(candidate: LayoutCandidate, cluster: Cluster, rank: int | None) -> La
         "tokens_per_s_per_accelerator": candidate.tokens_per_s / layout.world_size,
         "model_flops_utilization": time.model_flops_utilization,  # None on a CPU
         "bubble": bubble / time.seconds,  # share of the step
+        "doubts": "; ".join(doubts(candidate, cluster.memory_bytes)),  # what the figures rest on that may not hold
     }
 
 
 def rows_of(result: SearchResult, own: LayoutRow | None, top: int) -> list[LayoutRow]:
-    """The row of the config's own layout first, then the fastest ones."""
+    """The row of the config's own layout first, then the one to take and the fastest ones."""
     best = [row_of(one, result.cluster, place) for place, one in enumerate(result.candidates[:top], 1)]
     return [*([own] if own is not None else []), *best]
 
@@ -57,7 +59,10 @@ def layouts_table(rows: Sequence[LayoutRow], result: SearchResult) -> Table:
         "tokens/s": "{tokens}",
         "MFU": "{model_flops_utilization:.1%}",
         "bubble": "{bubble:.1%}",
+        "doubts": "{doubts}",
     }
+    if not any(row["doubts"] for row in rows):
+        del columns["doubts"]
     if not any(row["host_memory_gib"] for row in rows):
         del columns["host GiB"]
     if result.cluster.accelerator.device == "cpu":
@@ -75,7 +80,7 @@ def layouts_table(rows: Sequence[LayoutRow], result: SearchResult) -> Table:
     return Table.of(
         [row | text for row, text in zip(rows, texts, strict=True)],
         columns,
-        title=f"{plural(count, 'layout')} that fit, fastest first; an accelerator has "
+        title=f"{plural(count, 'layout')} that fit: the one to take, then fastest first; an accelerator has "
         f"{result.cluster.accelerator.memory_gib:.3g} GiB",
         text_columns=(0, 1),
     )

@@ -62,16 +62,21 @@ def checkpoint_line(outlook: RunOutlook, config: Config, *, rough: bool = False)
         if config.checkpoint.background
         else f"training waits {duration(scale.save_duration_s)} for a save"
     )
-    space = (
-        f"{decimal_size(size)} each, {decimal_size(size * kept)} for keep_last {kept}"
-        if kept
-        else f"{decimal_size(size)} each"
-    )
+    space = f"{decimal_size(size)} each"
+    if config.checkpoint.interval != 0 and not rough:
+        space += f", {decimal_size(bytes_per_day(outlook))} a day"
+    space += f", {decimal_size(size * kept)} for keep_last {kept}" if kept else ""
     often = interval_words(outlook, config, rough=rough)
     return (
         f"checkpoints: {often}, {space}; {cost}, by the assumed speed of storage "
         "(`megalite plan reliability` takes yours; a run measures its own)"
     )
+
+
+def bytes_per_day(outlook: RunOutlook) -> int:
+    """Returns what checkpoints write to storage on a day without failures."""
+    scale = outlook.scale
+    return int(outlook.assumed.checkpoint_bytes * DAY_S / (scale.interval_s + scale.save_blocked_s))
 
 
 def interval_words(outlook: RunOutlook, config: Config, *, rough: bool = False) -> str:
@@ -109,6 +114,7 @@ def outlook_as_json(outlook: RunOutlook, config: Config, price: float | None) ->
         "checkpoint_interval": config.checkpoint.interval,
         "checkpoint_interval_s": scale.interval_s,
         "checkpoint_bytes": outlook.assumed.checkpoint_bytes,
+        "checkpoint_bytes_per_day": bytes_per_day(outlook) if config.checkpoint.interval != 0 else 0,
         "save_blocked_s": scale.save_blocked_s,
         "save_duration_s": scale.save_duration_s,
     }

@@ -12,6 +12,7 @@ from launch.output import Table, print_csv, print_json
 from launch.planning.prediction_by_size import SizedRun
 from launch.runtime.logs import get_logger
 from launch.runtime.printing import say
+from megalite.planner.reliability.checkpoints import Save, is_for_storage
 from megalite.planner.reliability.failure_rates import (
     GPUS_PER_NODE,
     HOURS_PER_DAY,
@@ -86,6 +87,9 @@ def notices(answer: ReliabilityAnswer, runs: Sequence[SizedRun]) -> list[str]:
         *answer.remarks,
         f"columns `at {LOW:g} to {HIGH:g}` (or `at {HIGH:g} to {LOW:g}`): the same figure over the published "
         "failures per 1,000 node-days",
+        "published failures per 1,000 node-days: "
+        + ", ".join(f"{one.system.replace(', ', ' ')} {one.rate_per_1000_node_days:.3g}" for one in OBSERVATIONS)
+        + " (their sources: --json)",
         MISFITS,
     ]
     if answer.communication_source is None:
@@ -99,10 +103,11 @@ def notices(answer: ReliabilityAnswer, runs: Sequence[SizedRun]) -> list[str]:
             f"{short(job.rate_per_1000_node_days)} failures per 1,000 node-days lie outside the published "
             f"{LOW:g} to {HIGH:g}"
         )
-    if job.storage.background and largest.interval_s <= largest.save_duration_s:
+    save = Save(largest.save_blocked_s, largest.save_duration_s)
+    if answer.interval_source.endswith(" auto") and is_for_storage(save, 3600 * largest.mtbf_hours):
         sentences.append(
-            f"at {largest.gpus:,} GPUs a save begins as soon as the one before it is complete: storage sets the "
-            "interval"
+            f"at {largest.gpus:,} GPUs storage sets the interval: a shorter one would lose less time, and write more "
+            "than storage should bear"
         )
     sentences.append(
         f"for `checkpoint.interval: auto` on {largest.gpus:,} GPUs: "
@@ -144,6 +149,8 @@ def _tables(answer: ReliabilityAnswer, runs: Sequence[SizedRun]) -> list[Table]:
     rows = []
     for run in runs:
         row = flat(run, answer.price)
+        saves_a_day = HOURS_PER_DAY * 3600 / (row["interval_s"] + row["save_blocked_s"])
+        row["written_tb"] = saves_a_day * answer.job.checkpoint_bytes / 1e12
         minutes = {"interval_min": row["interval_s"] / 60, "young_interval_min": row["young_interval_s"] / 60}
         percentages = {"goodput_percent_at_high_rate": 100 * row["goodput_at_high_rate"]}
         known = {name: value for name, value in (row | minutes).items() if value is not None}
@@ -164,6 +171,7 @@ def _tables(answer: ReliabilityAnswer, runs: Sequence[SizedRun]) -> list[Table]:
         "of which blocking\ns": "{save_blocked_s}",
         "interval\nmin": "{interval_min}",
         "first order (Young 1974)\nmin": "{young_interval_min}",
+        "written a day\nTB": "{written_tb:,.1f}",
     }
     lost = [part for part in runs[0].scale.hours if part != "computation"]
     hours = {"GPUs": "{gpus:,}"} | {f"{part}\nh": f"{{{part}_hours:,.1f}}" for part in lost}
@@ -172,12 +180,6 @@ def _tables(answer: ReliabilityAnswer, runs: Sequence[SizedRun]) -> list[Table]:
         "goodput": "{goodput:.1%}",
         f"at\n{HIGH:g} to {LOW:g}": "{goodput_percent_at_high_rate:.1f}-{goodput_at_low_rate:.1%}",
         "Meta's\nE[ETTR]": "{ettr_meta:.1%}",
-    }
-    published = {
-        "run or cluster": "{system}",
-        "per 1,000 node-days": "{rate_per_1000_node_days:.2f}",
-        "from": "{reckoned}",
-        "source": "{source}",
     }
     is_same = len({run.days for run in runs}) == 1
     during = f"{runs[0].days:,.4g} days" if is_same else "the run"
@@ -190,7 +192,6 @@ def _tables(answer: ReliabilityAnswer, runs: Sequence[SizedRun]) -> list[Table]:
         # two tables: one of nine columns would not fit on a terminal
         Table.of(rows, hours, f"hours lost{of_hours}{communication}", ()),
         Table.of(rows, goodput, "goodput", ()),
-        Table.of(map(asdict, OBSERVATIONS), published, "published failures", text_columns=(0, 2, 3)),
     ]
 
 
@@ -202,14 +203,17 @@ def _length_table(answer: ReliabilityAnswer, runs: Sequence[SizedRun]) -> list[T
     columns = {"GPUs": "{gpus:,}"}
     if lengths:
         columns |= {"layout": "{layout}", "s/step": "{step_s:.3g}", "steps": "{steps:,}"}
-    columns |= {"days": "{days:.3g}", "accelerator-hours": "{accelerator_hours:,.0f}"}
+    columns |= {"days": "{days}", "accelerator-hours": "{accelerator_hours:,.0f}"}
     if answer.price is not None:
         columns |= {f"price, {answer.price:g}\nan hour": "{price:,.0f}"}
     title = "length and price" if answer.price is not None else "length"
     text_columns = (1,) if lengths else ()
     return [
         Table.of(
-            [flat(run, answer.price) for run in runs], columns, f"{title}, saves and failures included", text_columns
+            [flat(run, answer.price) | {"days": _figures(run.days)} for run in runs],
+            columns,
+            f"{title}, saves and failures included",
+            text_columns,
         )
     ]
 

@@ -17,6 +17,11 @@ from megalite.planner.cost.shapes import stage_shapes
 
 TOO_LONG = 700.0  # exp of more is no float: nothing is ever finished
 LONGEST_INTERVAL_S = 3600.0
+SHORTEST_INTERVAL_S = 900.0
+SHORTEST_IN_SAVES = (
+    100  # times what a save takes, where that is less: storage is then busy with them for 1 % of the time
+)
+MOST_LOST = 0.01  # of the work, to failures, for the sake of storage
 LONGEST_IN_SAVES = 100  # times what a save blocks, where that is more than `LONGEST_INTERVAL_S`: saves then cost 1 %
 
 
@@ -64,10 +69,29 @@ def planned_interval_s(save: Save, mean_time_between_failures_s: float) -> float
     It is `best_interval_s`, but at most an hour, or 100 times what a save blocks where that is longer: machines fail
     seldom, but runs are also ended by people, drivers and schedulers, which no failure rate counts. A save in the
     background must be complete before the next one, so no interval is shorter than that takes.
+
+    Nor is it shorter than a quarter of an hour, or 100 times what a save takes in all where that is less: a save in the
+    background hardly blocks training, but storage has to bear its bytes. Where machines fail so often that this would
+    throw away more than 1 % of the work, it gives way.
     """
-    shortest_s = save.duration_s if save.duration_s > save.blocked_s else 0.0
-    best_s = best_interval_s(save.blocked_s, mean_time_between_failures_s, shortest_s)
-    return max(shortest_s, min(best_s, max(LONGEST_INTERVAL_S, LONGEST_IN_SAVES * save.blocked_s)))
+    shortest_s, best_s = _shortest_s(save), _best_s(save, mean_time_between_failures_s)
+    borne_s = min(SHORTEST_INTERVAL_S, SHORTEST_IN_SAVES * save.duration_s)
+    borne_s = min(borne_s, 2 * MOST_LOST * mean_time_between_failures_s)  # half an interval is lost to a failure
+    return max(shortest_s, borne_s, min(best_s, max(LONGEST_INTERVAL_S, LONGEST_IN_SAVES * save.blocked_s)))
+
+
+def is_for_storage(save: Save, mean_time_between_failures_s: float) -> bool:
+    """Returns whether storage makes the planned interval longer than the one that loses least time."""
+    return planned_interval_s(save, mean_time_between_failures_s) > _best_s(save, mean_time_between_failures_s)
+
+
+def _best_s(save: Save, mean_time_between_failures_s: float) -> float:
+    return best_interval_s(save.blocked_s, mean_time_between_failures_s, _shortest_s(save))
+
+
+def _shortest_s(save: Save) -> float:
+    """Returns the time of a save in the background, during which no other can begin."""
+    return save.duration_s if save.duration_s > save.blocked_s else 0.0
 
 
 class Contents(StrEnum):

@@ -59,7 +59,9 @@ def test_without_options_the_sweep_comes_with_its_band_and_sources() -> None:
     )
     assert "4 per 1,000 node-days" in told and "published: 2 to 14" in told
     assert "13.4 to 93.8" in told, "the MTBF at 14 and 2 failures per 1,000 node-days"
-    assert all(row.source in told and f"{row.rate_per_1000_node_days:.2f}" in told for row in OBSERVATIONS)
+    rates = [f"{row.system.replace(', ', ' ')} {row.rate_per_1000_node_days:.3g}" for row in OBSERVATIONS]
+    assert ", ".join(rates) in told, "one line: the answer is above it"
+    assert [row["source"] for row in answer()["observations"]] == [row.source for row in OBSERVATIONS]
     assert "about 24 per 1,000 node-days" in told
     assert "checkpoint.mean_hours_between_failures=46.9" in told
 

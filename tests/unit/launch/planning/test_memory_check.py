@@ -119,7 +119,7 @@ def test_advice_is_searched_with_the_malloc_that_ranks_have(tiny: dict[str, Any]
     )
     assert tuned > 1.02 * least, "the case that this test is for"
     found = forecast_of(config, 1, round((least + tuned) / 2), untuned)
-    with pytest.raises(LaunchError, match=r"it fits with training\.micro_batch_size 1;"):
+    with pytest.raises(LaunchError, match=r"it fits with recompute\.mode \w+, training\.micro_batch_size 1;"):
         refuse_what_cannot_fit(config, resolve_layout(config, 1, "cpu"), found, lambda: machine, 1)
 
 

@@ -50,10 +50,11 @@ def test_speeds_in_16_bits_are_those_of_the_committed_tables() -> None:
         assert one.precision == "fp8" or (one.model_tflops, one.model, names[name]) in rows, one
 
 
-def test_the_best_is_of_the_same_precision_where_there_is_one() -> None:
+def test_the_best_is_of_the_same_precision() -> None:
     kind = _kind(bf16_1=400.0, bf16_2=500.0, fp8=700.0)
-    found = {precision: best_published(kind, precision) for precision in ("bf16", "fp8", "fp32")}
-    assert {key: one and one.model_tflops for key, one in found.items()} == {"bf16": 500.0, "fp8": 700.0, "fp32": 700.0}
+    found = {precision: best_published(kind, precision) for precision in ("bf16", "fp16", "fp8", "fp32")}
+    best = {key: one and one.model_tflops for key, one in found.items()}
+    assert best == {"bf16": 500.0, "fp16": 500.0, "fp8": 700.0, "fp32": None}, "fp32 beside fp8 says nothing"
 
 
 def test_a_sentence_says_both_and_nothing_is_said_without_a_published_speed() -> None:
@@ -62,6 +63,8 @@ def test_a_sentence_says_both_and_nothing_is_said_without_a_published_speed() ->
         "measured 432.1 model TFLOP/s of each H100 in bf16; published best: 500 in bf16 "
         "(system 0, 8B, sequences of 4,096, 8 of them)"
     )
+    beyond = beside_published("H100", _kind(bf16=500.0), PrecisionConfig(), 502.0, is_measured=False)
+    assert beyond is not None and beyond.endswith("; take a prediction that nobody has reached as a limit")
     assert beside_published("cpu", _kind(), PrecisionConfig(), 1.0, is_measured=True) is None
 
 

@@ -17,6 +17,7 @@ from megalite.config import Config, ConfigError, resolve_layout
 from megalite.config.auto import AUTO, CHOOSABLE
 from megalite.config.suggestions import OptionPath, dotted
 from megalite.planner import search as module
+from megalite.planner.choice import ERROR, RECOMPUTE_MODES, ROOMY, doubts
 from megalite.planner.cost.memory import CPU, Device, memory_of
 from megalite.planner.cost.step_time import StepTime
 from megalite.planner.explanation import BACKGROUND, caveats, explain, why_nothing_fits
@@ -98,7 +99,10 @@ def test_every_layout_that_is_found_works(problem: tuple[Config, Cluster]) -> No
     result = search(config, cluster)
     times = [candidate.time.seconds for candidate in result.candidates]
     assert all(later > earlier * (1 - 1e-5) for earlier, later in itertools.pairwise(times[1:])), "fastest first"
-    assert not times or times[0] <= 1.01 * min(times) * (1 + 1e-5), "the choice is as fast as the fastest"
+    roomy = [one for one in result.candidates if one.fullest.total <= ROOMY * cluster.memory_bytes]
+    fastest = min((one.time.seconds for one in roomy or result.candidates), default=0.0)
+    assert not times or times[0] <= (1 + ERROR) * fastest * (1 + 1e-5), "the choice is as fast as the fastest"
+    assert not roomy or result.candidates[0] in roomy
     for candidate in result.candidates:
         written = config.with_resolved(module.options_of(candidate.layout)).model_dump(mode="json")
         read = Config.model_validate(written)
@@ -117,14 +121,14 @@ def test_nothing_legal_that_fits_is_forgotten(problem: tuple[Config, Cluster]) -
     must, tensor parallelism across nodes, and micro-batches above one that does not fit."""
     config, cluster = problem
     world, size = cluster.accelerators, config.training.global_batch_size
-    fit: dict[ParallelLayout, list[list[Recompute]]] = {}  # the modes with which each stage fits, the fastest first
+    fit: dict[ParallelLayout, list[list[tuple[float, Recompute]]]] = {}  # what each stage needs, the fastest mode first
     for tp, pp, zero, cut, batch, mode in itertools.product(
         range(1, cluster.accelerators_per_node + 1),
         range(1, world + 1),
         (1, 2, 3),
         (False, True),
         range(1, size + 1),
-        module.RECOMPUTE_MODES,
+        RECOMPUTE_MODES,
     ):
         layout = ParallelLayout(tp, pp, max(1, world // (tp * pp)), 1, zero, cut, mode, batch)
         if cluster.accelerators_per_node % tp or (cut and tp == 1) or (zero > 1 and layout.data_parallel_size == 1):
@@ -136,8 +140,13 @@ def test_nothing_legal_that_fits_is_forgotten(problem: tuple[Config, Cluster]) -
             continue
         of_stages = fit.setdefault(replace(job.layout, recompute="none"), [[] for _ in range(pp)])
         for stage in module.needs(job, cluster):
-            of_stages[stage.stage] += [mode] * (stage.total <= cluster.memory_bytes)
-    expected = {_with_first(layout, modes) for layout, modes in fit.items() if all(modes)}
+            of_stages[stage.stage].append((stage.total, mode))
+    chosen = {layout: [_as_little_as_fits(modes, cluster) for modes in stages] for layout, stages in fit.items()}
+    expected = {
+        replace(layout, recompute=modes[0] if len(set(modes)) == 1 else modes)
+        for layout, stages in chosen.items()
+        if max(total for total, _ in stages) <= cluster.memory_bytes and (modes := tuple(mode for _, mode in stages))
+    }
     found = {candidate.layout for candidate in search(config, cluster).candidates}
     if expected:
         assert found == expected
@@ -145,9 +154,10 @@ def test_nothing_legal_that_fits_is_forgotten(problem: tuple[Config, Cluster]) -
         assert all(cluster.accelerators_per_node % layout.tensor_parallel_size for layout in found)
 
 
-def _with_first(layout: ParallelLayout, modes: list[list[Recompute]]) -> ParallelLayout:
-    first = tuple(of_stage[0] for of_stage in modes)
-    return replace(layout, recompute=first if len(set(first)) > 1 else first[0])
+def _as_little_as_fits(modes: list[tuple[float, Recompute]], cluster: Cluster) -> tuple[float, Recompute]:
+    """The first that leaves memory to spare, or the one that needs least."""
+    roomy = [one for one in modes if one[0] <= ROOMY * cluster.memory_bytes]
+    return roomy[0] if roomy else min(modes, key=lambda one: one[0])
 
 
 def test_what_is_stated_is_kept() -> None:
@@ -203,14 +213,12 @@ def test_a_thousand_accelerators_in_seconds() -> None:
 
 
 def test_a_schedule_that_is_in_the_way_is_named() -> None:
-    """ZeRO-3, with which alone this model fits, does not go with a split backward."""
+    """1F1B holds less than a schedule with a split backward, with which this model does not fit."""
     parallel = {option: AUTO for section, option in CHOOSABLE if section == "parallel"} | {"pipeline_schedule": "zb-v"}
     config = config_of(LLAMA_70B, 48, 4096, precision={"dtype": "bf16"}, parallel=parallel)
     result = search(config, h100(3))
     assert not result.candidates and all(one.layout.pipeline_parallel_size > 1 for one in result.too_large)
-    assert "without parallel.pipeline_schedule zb-v one fits: tp 1 pp 1 dp 24 ZeRO-3" in why_nothing_fits(
-        config, result, CHOOSABLE
-    )
+    assert "without parallel.pipeline_schedule zb-v one fits: tp 8 pp 3" in why_nothing_fits(config, result, CHOOSABLE)
     settled, _ = first_legal(config, Ranks(4, 4, "cuda"))
     assert settled.parallel.pipeline_parallel_size == 2
     with pytest.raises(ConfigError, match="every chunk needs at least one layer"):
@@ -264,7 +272,9 @@ def test_the_way_out_is_searched_with_the_malloc_of_the_search(stated: OptionPat
     assert most > 1.02 * enough, "the case that this test is for"
     result = search(config, cpus(1, memory_gib=(enough + most) / 2), free=free, allocator=untuned)
     sentence = why_nothing_fits(config, result, free)
-    assert sentence.endswith(f": it fits with {dotted(stated)} {str(value).lower()}")
+    advice, _, advised = sentence.rpartition(" ")
+    assert advice.endswith(f": it fits with {dotted(stated)}")
+    assert advised == str(value).lower() or int(advised) < 4, "a smaller micro-batch, whichever is fastest"
 
 
 def test_a_shorter_sequence_is_advised_where_it_could_make_room() -> None:
@@ -293,8 +303,12 @@ def test_three_lines_say_why() -> None:
     largest = max(best.time.parts, key=lambda name: best.time.parts[name])
     assert str(best.layout) in winner and f"bound by {largest}" in winner
     assert str(other.layout) in next_best
-    slower = other.time.seconds / best.time.seconds - 1
-    assert f"{slower:.1%} slower" in next_best or "as fast" in next_best
+    assert other.layout.zero_stage == 3 and other.time.seconds < best.time.seconds
+    assert f"{1 - other.time.seconds / best.time.seconds:.1%} faster by prediction, but ZeRO-3 hides" in next_best
+    plainer = replace(result, candidates=tuple(one for one in result.candidates if one.layout.zero_stage < 3))
+    assert plainer.candidates[0] == best
+    slower = plainer.candidates[1].time.seconds / best.time.seconds - 1
+    assert f"{slower:.1%} slower" in explain(plainer)[1] or "as fast" in explain(plainer)[1]
     assert f"{len(result.too_large)} that do" in dropped and str(result.too_large[0].layout) in dropped
     one = explain(search(config_of(ODD, 1, 8), cpus(1)))
     assert one[1] == "no other layout fits" and one[2].startswith("dropped: nothing")
@@ -348,23 +362,32 @@ def test_a_number_format_without_a_peak_is_told_before_memory() -> None:
         search(config, nodes_of(8, "V100-32GB"))
 
 
-def test_the_choice_is_the_simplest_of_those_that_are_as_fast() -> None:
-    """Within 1 %, and with memory to spare, whatever comes behind is fastest first."""
-    values = {"vocab_size": 32000, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8}
-    model = values | {"num_attention_heads": 16, "max_position_embeddings": 2048}
-    training = {"global_batch_size": 256, "micro_batch_size": 1, "sequence_length": 1024, "steps": 1}
-    config = Config.model_validate({"run_dir": "x", "model": model, "data": {"path": "x"}, "training": training})
-    cluster = nodes_of(8, "A100-80GB")
+def test_the_choice_rests_on_nothing_doubtful_and_is_the_simplest_of_equals() -> None:
+    """The README's own model was to be cut into four stages, three quarters of whose time is a bubble, for 0.9 % of
+    speed; and 70B onto 128 GPUs with 99 % of their memory full and 27 s of a step hidden, which would not start."""
+    small = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4, "num_attention_heads": 4}
+    config = config_of(small | {"vocab_size": 2048, "max_position_embeddings": 256}, 32, 128)
+    chosen, *others = search(config, h100(1)).candidates
+    assert str(chosen.layout).startswith("tp 1 pp 1 dp 8 micro-batch")
+    assert any(one.time.seconds < chosen.time.seconds for one in others), "the case that this test is for"
+
+    config = config_of(LLAMA_70B, 1024, 8192, precision={"dtype": "bf16"})
+    cluster = h100(16)
     chosen, *others = search(config, cluster).candidates
     times = [one.time.seconds for one in others]
-    assert chosen.time.seconds <= 1.01 * min(times) and times == pytest.approx(sorted(times), rel=1e-5)
-    alike = [one for one in others if one.time.seconds <= 1.01 * min(*times, chosen.time.seconds)]
-    assert alike and all(
-        (one.layout.tensor_parallel_size, one.layout.pipeline_parallel_size)
-        >= (chosen.layout.tensor_parallel_size, chosen.layout.pipeline_parallel_size)
-        for one in alike
-    )
-    assert chosen.fullest.total <= 0.94 * cluster.memory_bytes
+    assert times == sorted(times) and times[0] < chosen.time.seconds and doubts(others[0], cluster.memory_bytes)
+    assert chosen.layout.zero_stage < 3 and not doubts(chosen, cluster.memory_bytes)
+    sure = [one for one in others if not doubts(one, cluster.memory_bytes)]
+    assert sure and chosen.time.seconds <= (1 + ERROR) * min(one.time.seconds for one in sure)
+
+
+def test_what_alone_fits_is_taken_with_its_doubts() -> None:
+    config = config_of(LLAMA_70B, 64, 4096, precision={"dtype": "bf16"}, parallel={"zero_stage": 3})
+    free, cluster = CHOOSABLE - {module.ZERO, module.PIPELINE}, h100(4)
+    result = search(config, cluster, free=free)
+    assert result.best is not None and result.best.layout.zero_stage == 3
+    assert any("ZeRO-3 is taken to hide" in line for line in caveats(config, result))
+    assert any("are a best case" in line for line in caveats(config, result))
 
 
 def test_larger_micro_batches_are_tried_where_a_smaller_one_does_not_fit() -> None:
