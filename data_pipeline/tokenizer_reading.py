@@ -10,6 +10,7 @@ The rules of a tokenizer are a stranger's program: they run without limits only 
 
 import hashlib
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -210,20 +211,21 @@ def with_limits(file: TokenizerFile, make: Callable[[], Any]) -> Any:
 
 
 class HubTokenizer:
-    """The tokenizer that transformers makes of a folder; in a process with limits, unless its rules are harmless."""
+    """The tokenizer that transformers makes of a folder.
+
+    It is in a process with limits, unless its rules are harmless and this process has transformers.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Loads it. Raises DataError if transformers cannot, or would need a program that the folder brings."""
-        from transformers import AutoTokenizer  # before the fork: what follows may need it too
-
         self.folder = folder
         self._process: LimitedProcess | None = None
         self._reader: _Reader | None = None
         path = folder / TOKENIZER
-        if path.is_file() and is_harmless(path):
-            self._reader = _Reader(folder, AutoTokenizer)
+        if "transformers.models.auto" in sys.modules and path.is_file() and is_harmless(path):
+            self._reader = _Reader(folder)
         else:
-            self._process = LimitedProcess(lambda: _Reader(folder, AutoTokenizer).answer, MEMORY_BYTES, DataError)
+            self._process = LimitedProcess(lambda: _first_reader(folder).answer, MEMORY_BYTES, DataError)
         described = self._ask("described")
         self.eos_token_id: int | None = described["eos_token_id"]
         self.bos_token_id: int | None = described["bos_token_id"]
@@ -270,15 +272,24 @@ class HubTokenizer:
             raise UnusableTokenizer(f"the tokenizer of {self.folder} is not usable: {what}, {error}") from None
 
 
+def _first_reader(folder: Path) -> "_Reader":
+    """Returns the reader of a process that may have no transformers yet, and does nothing else with it."""
+    if "transformers" not in sys.modules:
+        sys.modules["torch"] = None  # type: ignore[assignment]  # three quarters of the import, and of no use here
+    return _Reader(folder)
+
+
 class _Reader:
     """The tokenizer in memory, wherever it is; every answer is a value of JSON."""
 
-    def __init__(self, folder: Path, auto: Any) -> None:
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoTokenizer
+
         self._folder = folder
         if (folder / TOKENIZER).is_file():
             load_tokenizer(folder / TOKENIZER)  # says what is wrong; transformers names the missing key alone
         try:
-            self._hub = auto.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            self._hub = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # transformers raises whatever the files lead it to
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]  # of a KeyError the text is the key
             raise DataError(

@@ -6,11 +6,13 @@ chosen before ranks start and copied by rank 0 before the first step.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from launch.huggingface.checkpoint_tokenizer import KEPT, RECORDED, has_sha256, tokenizer_sha256
 from launch.trainer.data import RunData
 from megalite.checkpoint.errors import CheckpointError
+from megalite.checkpoint.huggingface.json_files import CONFIG, read_json
 from megalite.checkpoint.huggingface.tokenizer_folder import (
     TOKENIZER,
     check_tokenizer_links,
@@ -19,6 +21,8 @@ from megalite.checkpoint.huggingface.tokenizer_folder import (
 )
 from megalite.checkpoint.manifest import Manifest
 from megalite.config import Config
+
+_CLASS_KEYS = ("model_type", "tokenizer_class")  # of config.json, from which transformers takes a tokenizer's class
 
 
 def check_kept(manifest: Manifest, checkpoint: Path, config: Config) -> None:
@@ -75,6 +79,9 @@ def keep_tokenizer(config: Config, source: Path) -> None:
         return
     with new_folder(kept, overwrite=False, marker=TOKENIZER) as folder:
         copy_tokenizer(tokenizer_files(source), folder)
+        if (source / CONFIG).is_file():
+            named = {key: value for key, value in read_json(source / CONFIG).items() if key in _CLASS_KEYS}
+            (folder / CONFIG).write_text(json.dumps(named) + "\n", encoding="utf-8")
 
 
 def tokenizer_in_manifests(data: RunData, kept: Path | None) -> tuple[str | None, str | None]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from data_pipeline.tokenizer import train_tokenizer
+from data_pipeline.tokenizer_reading import inspect_tokenizer
 from launch.trainer.data import open_data
 from launch.trainer.resume import Start, checkpoints_of, find_start
 from launch.trainer.run_tokenizer import keep_tokenizer, tokenizer_in_manifests
@@ -69,6 +70,23 @@ def test_the_tokenizer_of_the_data_is_kept_whole(config: Config, tmp_path: Path)
     assert tokenizer_in_manifests(open_data(config), started(config).tokenizer)[0] == "../../model_tokenizer"
     shutil.rmtree(tokenizer)
     assert started(config).tokenizer == config.run_dir / "model_tokenizer", "a start before the first checkpoint"
+
+
+def test_the_class_that_the_models_config_names_is_kept_too(config: Config, tmp_path: Path) -> None:
+    """transformers reads the same files by other rules without it, and a checkpoint would not know its tokenizer."""
+    source = tmp_path / "corpus" / "tokenizer"
+    digits = {"type": "Digits", "individual_digits": True}
+    rules = json.loads((source / "tokenizer.json").read_text())
+    rules["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [digits, rules["pre_tokenizer"]]}
+    (source / "tokenizer.json").write_text(json.dumps(rules))
+    (source / "tokenizer_config.json").write_text("{}")
+    (source / "config.json").write_text(json.dumps({"model_type": "gpt2", "hidden_size": 64}))
+    config.run_dir.mkdir()
+    keep_tokenizer(config, source)
+    copied = config.run_dir / "model_tokenizer"
+    assert json.loads((copied / "config.json").read_text()) == {"model_type": "gpt2"}
+    alone = inspect_tokenizer(shutil.copytree(copied, tmp_path / "alone", ignore=lambda *_: ["config.json"]))
+    assert inspect_tokenizer(source).sha256 == inspect_tokenizer(copied).sha256 != alone.sha256
 
 
 def test_a_resume_needs_only_the_kept_one(config: Config, tmp_path: Path) -> None:
