@@ -25,7 +25,9 @@ Dtype = Annotated[
 
 def generate(
     model: ModelPath,
-    prompt: Annotated[list[str], typer.Option("--prompt", "-p", help="Text to continue; may be repeated.")],
+    prompt: Annotated[
+        list[str] | None, typer.Option("--prompt", "-p", help="Text to continue; may be repeated.")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens to generate.")] = 100,
     temperature: Annotated[
         float, typer.Option(min=0.0, help="Sampling temperature; 0: always the most likely token.")
@@ -38,7 +40,10 @@ def generate(
     ] = 1.0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling; increases by one with each prompt.")] = 0,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Treat prompts as user messages: apply the chat template.")
+        bool,
+        typer.Option(
+            "--chat", help="Treat prompts as messages of one conversation; without any, read them line by line."
+        ),
     ] = False,
     tokenizer: ModelTokenizer = None,
     tensor_parallel_size: TensorParallelSize = 1,
@@ -48,8 +53,9 @@ def generate(
 ) -> None:
     """Continue prompts, one after another; streams the text to stdout and reports the speed on stderr.
 
-    Stops at the model's end token; with --chat, also at the one by which the template ends an answer. Greedy decoding
-    gives the same text as `generate` of transformers.
+    Stops at the model's end token; with --chat, also at the one by which the template ends an answer. Then each prompt
+    follows the answer to the one before, and without --prompt messages are typed, or read from a pipe, one a line.
+    Greedy decoding gives the same text as `generate` of transformers.
 
     Example: `megalite generate runs/quickstart/hf --prompt "def main(" --temperature 0.8 --top-p 0.95`
     """
@@ -58,7 +64,7 @@ def generate(
         from launch.inference.session import ModelPlacement
 
     place = ModelPlacement(model, tensor_parallel_size, device, dtype, tokenizer)
-    request = GenerateRequest(place, prompt, max_new_tokens, temperature, top_k, top_p, seed, chat, as_json)
+    request = GenerateRequest(place, prompt or [], max_new_tokens, temperature, top_k, top_p, seed, chat, as_json)
     _exit_with(lambda: run(request))
 
 

@@ -1,68 +1,92 @@
-"""Puts a user's messages into a tokenizer's chat template, to be answered by a model."""
+"""Puts a user's messages and a model's answers into a tokenizer's chat template, for the next answer."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
-from typing import NamedTuple
+from typing import Self
 
 from data_pipeline.chat.control_tokens import ControlTokens
-from data_pipeline.chat.conversation import USER, Conversation
-from data_pipeline.chat.renderer import ChatPart, TemplateLimit, TemplateProcess, TemplateRefusal
+from data_pipeline.chat.conversation import ASSISTANT, USER, Conversation, Message
+from data_pipeline.chat.renderer import ChatPart, TemplateLimit, TemplateRefusal
 from data_pipeline.chat.template import chat_template_of
 from data_pipeline.chat.turns import TurnFinder
 from data_pipeline.tokenizer_reading import HubTokenizer
 from launch.errors import LaunchError
 
 
-class ChatPrompts(NamedTuple):
-    """Messages as a model is asked to answer them."""
+class Dialogue:
+    """A conversation with a model, as its tokenizer's chat template renders it.
 
-    tokens: list[list[int]]  # of each message, with the prompt for its answer
-    end_of_turn: frozenset[int]  # the token by which the template ends an answer; empty if it writes none
-
-
-def chat_prompts(tokenizer: HubTokenizer, messages: Sequence[str], folder: Path) -> ChatPrompts:
-    """Renders each message, as a user's only one, with the chat template of a model's tokenizer.
-
-    folder: of the model, for sentences. Raises LaunchError if there is no template, if it refuses the messages or takes
-    more time or memory than the renderer allows, or if a message has control tokens, which would forge turns.
+    Use it as a context: the template runs in a process of its own. A message that has control tokens, which would forge
+    turns, is refused and leaves the conversation as it was.
     """
-    if tokenizer.templates is None:
-        raise LaunchError(f"{folder}: its tokenizer has no chat template: leave out --chat")
-    template = chat_template_of(tokenizer, date.today().isoformat())
-    special = [content for content, is_special in tokenizer.added.values() if is_special]
-    turns = TurnFinder(template, special, "all-turns")
 
-    def tokens(chat: Conversation) -> list[int]:
-        ids = tokenizer.ids(_prompt(turns.process, chat, folder), with_special=False)
-        if not ids:
-            raise LaunchError(f"{folder}: its chat template makes nothing of a user's message: leave out --chat")
+    def __init__(self, tokenizer: HubTokenizer, folder: Path) -> None:
+        """`folder` is that of the model, for messages.
+
+        Raises LaunchError if there is no template, if it takes more time or memory than the renderer allows, or if it
+        does not take a user's message.
+        """
+        if tokenizer.templates is None:
+            raise LaunchError(f"{folder}: its tokenizer has no chat template: leave out --chat")
+        template = chat_template_of(tokenizer, date.today().isoformat())
+        special = [content for content, is_special in tokenizer.added.values() if is_special]
+        self._tokenizer, self._folder = tokenizer, folder
+        self._turns, self._said = TurnFinder(template, special, "all-turns"), list[Message]()
+        try:
+            self._tokens(_asking([], "a"))  # first: a template that cannot be used says so
+            self._control = ControlTokens(tokenizer, template, "refuse", self._turns)
+            end = self._turns.end_of_turn()
+        except BaseException:
+            self._turns.process.close()
+            raise
+        self.end_of_turn = frozenset(number for number, (content, _) in tokenizer.added.items() if content == end)
+        """The token by which the template ends an answer; empty if it writes none."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._turns.process.close()
+
+    def ask(self, message: str, name: str = "the prompt") -> list[int]:
+        """Returns the conversation so far and `message`, as tokens, with the prompt for its answer.
+
+        Raises LaunchError for a message that forges a turn, or that the template refuses.
+        """
+        chat = _asking(self._said, message)
+        ids = self._tokens(chat)
+        forged = self._control.spelled_by_user(message)
+        forged = forged or self._control.forged_in(ids, self._tokens(self._control.neutral(chat)))
+        if forged:
+            raise LaunchError(
+                f"{name} has {forged!r}, which the model would read as a token of its chat template, such as one "
+                "that begins a turn: take it out"
+            )
         return ids
 
-    try:
-        chats = [Conversation([{"role": USER, "content": message}], None, 1) for message in messages]
-        made = [tokens(chat) for chat in chats]  # first: a template that cannot be used says so
-        control = ControlTokens(tokenizer, template, "refuse", turns)
-        for number, (message, chat, ids) in enumerate(zip(messages, chats, made, strict=True), start=1):
-            forged = control.spelled_by_user(message) or control.forged_in(ids, tokens(control.neutral(chat)))
-            if forged:
-                which = f"prompt {number}" if len(messages) > 1 else "the prompt"
-                raise LaunchError(
-                    f"{which} has {forged!r}, which the model would read as a token of its chat template, such as one "
-                    "that begins a turn: take it out"
-                )
-        end = turns.end_of_turn()
-    finally:
-        turns.process.close()
-    return ChatPrompts(made, frozenset(number for number, (content, _) in tokenizer.added.items() if content == end))
+    def answered(self, message: str, answer: str) -> None:
+        """Adds a message and its answer to the conversation."""
+        self._said += [{"role": USER, "content": message}, {"role": ASSISTANT, "content": answer}]
+
+    def _tokens(self, chat: Conversation) -> list[int]:
+        try:
+            part = ChatPart(len(chat.messages), add_generation_prompt=True)
+            text = self._turns.process.render(chat.messages, [part])[0].text
+        except TemplateLimit as error:
+            problem = f"{self._folder}: its chat template cannot be used, {error}: leave out --chat"
+            raise LaunchError(problem) from None
+        except TemplateRefusal as error:
+            what = "conversation of this form" if self._said else "message of a user alone"
+            raise LaunchError(f"{self._folder}: its chat template takes no {what}: {error}") from None
+        ids = self._tokenizer.ids(text, with_special=False)
+        if not ids:
+            raise LaunchError(f"{self._folder}: its chat template makes nothing of a user's message: leave out --chat")
+        return ids
 
 
-def _prompt(process: TemplateProcess, chat: Conversation, folder: Path) -> str:
-    try:
-        return process.render(chat.messages, [ChatPart(1, add_generation_prompt=True)])[0].text
-    except TemplateLimit as error:
-        raise LaunchError(f"{folder}: its chat template cannot be used, {error}: leave out --chat") from None
-    except TemplateRefusal as error:
-        raise LaunchError(f"{folder}: its chat template takes no message of a user alone: {error}") from None
+def _asking(said: Sequence[Message], message: str) -> Conversation:
+    messages = [*said, {"role": USER, "content": message}]
+    return Conversation(messages, None, len(messages))

@@ -11,6 +11,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ import torch
 
 from data_pipeline.tokenizer_reading import HubTokenizer
 from launch.errors import LaunchError
-from launch.inference.chat_template import chat_prompts
+from launch.inference.chat_template import Dialogue
 from launch.inference.session import Loaded, ModelPlacement, load, rank_main
 from launch.inference.session import run as run_anywhere
 from launch.inference.stored_model import StoredModel
@@ -77,13 +78,13 @@ class GenerateRequest:
     """The options of `megalite generate`."""
 
     place: ModelPlacement
-    prompts: list[str]
+    prompts: list[str]  # none in chat: what is typed
     max_new_tokens: int = 128
     temperature: float = 0.0  # 0: always the most likely token
     top_k: int | None = None
     top_p: float = 1.0
     seed: int = 0  # for the first prompt; each further one adds one
-    chat: bool = False  # prompts are a user's messages, put into the tokenizer's chat template
+    chat: bool = False  # prompts are a user's messages in one conversation, rendered by the tokenizer's chat template
     as_json: bool = False
 
     def __post_init__(self) -> None:
@@ -92,6 +93,13 @@ class GenerateRequest:
         if self.temperature != 0 and not LEAST_TEMPERATURE <= self.temperature < math.inf:
             raise LaunchError(
                 f"temperature {self.temperature} is neither 0 nor a finite number from {LEAST_TEMPERATURE} on"
+            )
+        if not self.prompts and not self.chat:
+            raise LaunchError("give --prompt TEXT; with --chat alone a conversation is read from standard input")
+        if not self.prompts and self.place.tensor_parallel_size > 1:
+            raise LaunchError(
+                "a conversation is read from standard input by one process: give its messages by --prompt, or leave "
+                "out --tensor-parallel-size"
             )
         if any("\ud800" <= character <= "\udfff" for prompt in self.prompts for character in prompt):
             raise LaunchError("a prompt is not UTF-8 text: no tokenizer reads it")
@@ -150,61 +158,97 @@ def generate(
 def generations(request: GenerateRequest, loaded: Loaded, write: Write) -> Iterator[Generation]:
     """Yields one generation per prompt; passes the text to `write` as it is generated, the prompt first unless in chat.
 
-    All ranks run this together. Raises LaunchError if there is no tokenizer, or it does not match the model.
+    In chat the prompts are the messages of one conversation, or what is typed where there is none. All ranks run this
+    together. Raises LaunchError if there is no tokenizer, or it does not match the model.
     """
-    model, tokenizer = loaded.stored.model, loaded.stored.load_tokenizer()
-    prompts, ends = _prompts(request, loaded.stored, tokenizer)
+    stored, tokenizer = loaded.stored, loaded.stored.load_tokenizer()
     sampling = Sampling(request.temperature, request.top_k, request.top_p)
-    for number, (prompt, tokens) in enumerate(zip(request.prompts, prompts, strict=True)):
-        generator = torch.Generator().manual_seed(request.seed + number)
-        choose = partial(sampling.choose, generator=generator)
-        stream, pieces = TextStream(tokenizer, tokens), []
-        write("" if request.chat else prompt)
-        times, token = [time.perf_counter()], -1
-        for token in generate_tokens(loaded.module, model, loaded.tp, tokens, choose, request.max_new_tokens):
-            times.append(time.perf_counter())
-            if token in ends:
-                break
-            pieces.append(stream.add(token))
+    with _dialogue(request, stored, tokenizer) as dialogue:
+        ends = stored.end_tokens(tokenizer) | (dialogue.end_of_turn if dialogue else frozenset())
+        for number, prompt in enumerate(request.prompts or _typed_messages()):
+            try:
+                tokens = _prompt_tokens(request, stored, tokenizer, dialogue, number, prompt)
+            except LaunchError as error:
+                if request.prompts:
+                    raise
+                log.error("%s", error)  # the conversation goes on without this message
+                continue
+            generator = torch.Generator().manual_seed(request.seed + number)
+            choose = partial(sampling.choose, generator=generator)
+            stream, pieces = TextStream(tokenizer, tokens), []
+            write("" if dialogue else prompt)
+            times, token = [time.perf_counter()], -1
+            for token in generate_tokens(
+                loaded.module, stored.model, loaded.tp, tokens, choose, request.max_new_tokens
+            ):
+                times.append(time.perf_counter())
+                if token in ends:
+                    break
+                pieces.append(stream.add(token))
+                write(pieces[-1])
+            pieces.append(stream.rest())
             write(pieces[-1])
-        pieces.append(stream.rest())
-        write(pieces[-1])
-        yield Generation(
-            prompt,
-            completion="".join(pieces),
-            prompt_tokens=len(tokens),
-            new_tokens=len(times) - 1,
-            stopped_by="end_token" if token in ends else "max_new_tokens",
-            prompt_s=times[1] - times[0],
-            seconds=times[-1] - times[0],
-        )
+            if dialogue:
+                dialogue.answered(prompt, "".join(pieces))
+            yield Generation(
+                prompt,
+                completion="".join(pieces),
+                prompt_tokens=len(tokens),
+                new_tokens=len(times) - 1,
+                stopped_by="end_token" if token in ends else "max_new_tokens",
+                prompt_s=times[1] - times[0],
+                seconds=times[-1] - times[0],
+            )
 
 
-def _prompts(
+def _dialogue(
     request: GenerateRequest, stored: StoredModel, tokenizer: HubTokenizer
-) -> tuple[list[list[int]], frozenset[int]]:
-    """Returns the token ids of each prompt, for an empty one the token before a document, and the tokens that end a
-    continuation. Raises LaunchError."""
-    ends = stored.end_tokens(tokenizer)
-    if request.chat:
-        prompts, end_of_turn = chat_prompts(tokenizer, request.prompts, stored.folder)
-        ends |= end_of_turn
+) -> AbstractContextManager[Dialogue | None]:
+    return Dialogue(tokenizer, stored.folder) if request.chat else nullcontext()
+
+
+def _typed_messages() -> Iterator[str]:
+    """Yields the lines of standard input that have text, until its end; asks for them on a terminal."""
+    while True:
+        if sys.stdin.isatty():
+            say("> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.buffer.readline().decode(errors="replace")
+        if not line:
+            return
+        if message := line.strip():
+            yield message
+
+
+def _prompt_tokens(
+    request: GenerateRequest,
+    stored: StoredModel,
+    tokenizer: HubTokenizer,
+    dialogue: Dialogue | None,
+    number: int,
+    prompt: str,
+) -> list[int]:
+    """Returns the token ids of a prompt, for an empty one the token before a document; in chat of all that was said.
+
+    Raises LaunchError.
+    """
+    if dialogue:
+        name = f"prompt {number + 1}" if len(request.prompts) > 1 else "the prompt"
+        tokens = dialogue.ask(prompt, name)
     else:
-        prompts = [_tokens_of(text, tokenizer) for text in request.prompts]
-    model, new = stored.model, request.max_new_tokens
-    stored.check_ids([token for prompt in prompts for token in prompt], "the prompt")
-    longest, room = max(map(len, prompts)), _room(model, prompts)
+        tokens = _tokens_of(prompt, tokenizer)
+    stored.check_ids(tokens, "the prompt")
+    model, new, room = stored.model, request.max_new_tokens, _room(stored.model, len(tokens))
     if model.position_embedding == "learned" and new > room:
         raise LaunchError(
-            f"{longest} tokens of the prompt and {new} new ones are more than the {model.max_position_embeddings} "
+            f"{len(tokens)} tokens of the prompt and {new} new ones are more than the {model.max_position_embeddings} "
             f"positions that this model has learned: {'shorten the prompt' if room < 1 else f'ask for {room} new ones'}"
         )
-    return prompts, ends
+    return tokens
 
 
-def _room(model: ModelConfig, prompts: Sequence[Sequence[int]]) -> int:
-    """Returns how many new tokens the model is meant for after the longest prompt; the last one is never read."""
-    return model.max_position_embeddings + 1 - max(map(len, prompts))
+def _room(model: ModelConfig, prompt_tokens: int) -> int:
+    """Returns how many new tokens the model is meant for after a prompt; the last one is never read."""
+    return model.max_position_embeddings + 1 - prompt_tokens
 
 
 def _tokens_of(prompt: str, tokenizer: HubTokenizer) -> list[int]:
@@ -219,12 +263,18 @@ def run(request: GenerateRequest) -> int:
     """Runs `megalite generate`. Returns the exit code."""
 
     def check(request: GenerateRequest, stored: StoredModel) -> None:
-        prompts, _ = _prompts(request, stored, stored.load_tokenizer())
-        room = _room(stored.model, prompts)
+        tokenizer = stored.load_tokenizer()
+        with _dialogue(request, stored, tokenizer) as dialogue:  # each message of a conversation alone
+            lengths = [
+                len(_prompt_tokens(request, stored, tokenizer, dialogue, number, prompt))
+                for number, prompt in enumerate(request.prompts)
+            ]
+        longest = max(lengths, default=0)
+        room = _room(stored.model, longest)
         if request.max_new_tokens > room:  # said before the first token: the last may take minutes
             log.warning(
                 "%d tokens of the prompt and up to %d new ones are more than the %d this model is meant for: %s",
-                max(map(len, prompts)),
+                longest,
                 request.max_new_tokens,
                 stored.model.max_position_embeddings,
                 f"ask for {room} new ones" if room > 0 else "shorten the prompt",

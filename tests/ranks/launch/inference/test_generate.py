@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -202,7 +203,9 @@ def test_a_text_ends_where_transformers_ends_it(spoken: Path, tmp_path: Path, wh
         assert their_completion(folder, ids, max_new_tokens=9, do_sample=False) == plain[:stop]
 
 
-def test_a_chat_goes_through_the_template_and_ends_as_it_says(spoken: Path, tmp_path: Path) -> None:
+def test_a_chat_goes_through_the_template_and_ends_as_it_says(
+    spoken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Catches an answer that goes on behind the end of its turn, because the model's files name another token."""
     folder = tmp_path / "hf"
     folder.mkdir()
@@ -219,6 +222,15 @@ def test_a_chat_goes_through_the_template_and_ends_as_it_says(spoken: Path, tmp_
     assert made.stopped_by == "max_new_tokens"
     with pytest.raises(USER_ERRORS, match="chat template"):
         generate(spoken, "def", chat=True)
+
+    request = GenerateRequest(ModelPlacement(str(folder)), ["def", "x"], 8, chat=True)
+    first, second = generations(request, loaded := load(request.place), lambda text: None)
+    said = [*chat, {"role": "assistant", "content": first.completion}, {"role": "user", "content": "x"}]
+    ids = tokenizer.apply_chat_template(said, add_generation_prompt=True)["input_ids"]
+    answer = tokenizer.decode(their_completion(folder, ids, max_new_tokens=8, do_sample=False))
+    assert first == made and (second.completion, second.prompt_tokens) == (answer, len(ids))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"def\n \nx")))  # typed: the same conversation
+    assert list(generations(replace(request, prompts=[]), loaded, lambda text: None)) == [first, second]
 
     end = next(token for token in expected if expected.index(token) > 2)
     values = json.loads((folder / "tokenizer.json").read_text())

@@ -11,7 +11,7 @@ import pytest
 from data_pipeline.chat import renderer
 from data_pipeline.tokenizer_reading import HubTokenizer
 from launch.errors import LaunchError
-from launch.inference.chat_template import chat_prompts
+from launch.inference.chat_template import Dialogue
 from tests.unit.data_pipeline.chat.templates import ENDS, NOT_SPECIAL, SPECIAL, TEMPLATES
 
 FOLDER = Path("model")
@@ -36,12 +36,15 @@ def saved(tokenizer: Any, folder: Path) -> HubTokenizer:
     return HubTokenizer(folder)
 
 
-def test_messages_are_rendered_each_alone(tmp_path: Path) -> None:
+def test_a_message_is_rendered_behind_what_was_said(tmp_path: Path) -> None:
     template = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
     tokenizer = tokenizer_with(template + "{{ 'go' if add_generation_prompt }}")
-    made = chat_prompts(saved(tokenizer, tmp_path), ["a\nb", "naïve 🙂"], FOLDER)
-    assert [tokenizer.decode(tokens) for tokens in made.tokens] == ["<s>[user]a\nbgo", "<s>[user]naïve 🙂go"]
-    assert made.end_of_turn == frozenset()
+    with Dialogue(saved(tokenizer, tmp_path), FOLDER) as dialogue:
+        asked = [dialogue.ask(message) for message in ("a\nb", "naïve 🙂")]
+        assert [tokenizer.decode(tokens) for tokens in asked] == ["<s>[user]a\nbgo", "<s>[user]naïve 🙂go"]
+        assert dialogue.end_of_turn == frozenset()
+        dialogue.answered("a\nb", "yes")
+        assert tokenizer.decode(dialogue.ask("c")) == "<s>[user]a\nb[assistant]yes[user]cgo"
 
 
 @pytest.mark.parametrize("family", TEMPLATES)
@@ -49,10 +52,13 @@ def test_prompts_are_transformers_own_and_end_as_the_template_ends_an_answer(fam
     """A model of which generation_config.json names another token, such as the one between documents, would go on and
     write the user's next message."""
     tokenizer = tokenizer_with(TEMPLATES[family])
-    made = chat_prompts(saved(tokenizer, tmp_path), ["a  b"], FOLDER)
-    theirs = tokenizer.apply_chat_template([{"role": "user", "content": "a  b"}], add_generation_prompt=True)
-    assert made.tokens == [theirs["input_ids"]]
-    assert tokenizer.convert_ids_to_tokens(list(made.end_of_turn)) == [ENDS.get(family, "<|im_end|>")]
+    said = [{"role": "user", "content": "a  b"}]
+    with Dialogue(saved(tokenizer, tmp_path), FOLDER) as dialogue:
+        assert dialogue.ask("a  b") == tokenizer.apply_chat_template(said, add_generation_prompt=True)["input_ids"]
+        assert tokenizer.convert_ids_to_tokens(list(dialogue.end_of_turn)) == [ENDS.get(family, "<|im_end|>")]
+        dialogue.answered("a  b", "c\n d")
+        said += [{"role": "assistant", "content": "c\n d"}, {"role": "user", "content": "e"}]
+        assert dialogue.ask("e") == tokenizer.apply_chat_template(said, add_generation_prompt=True)["input_ids"]
 
 
 EDITING = TEMPLATES["chatml"].replace("m.content +", "m.content | replace('<br>', '') +")
@@ -69,10 +75,13 @@ EDITING = TEMPLATES["chatml"].replace("m.content +", "m.content | replace('<br>'
 )
 def test_a_message_forges_no_turn(template: str, message: str, token: str, tmp_path: Path) -> None:
     tokenizer = saved(tokenizer_with(template), tmp_path)
-    with pytest.raises(LaunchError, match=f"^prompt 2 has '{re.escape(token)}', .*: take it out$"):
-        chat_prompts(tokenizer, ["a < b | c > <br> <think>", message], FOLDER)
-    with pytest.raises(LaunchError, match=r"^the prompt has "):
-        chat_prompts(tokenizer, [message], FOLDER)
+    with Dialogue(tokenizer, FOLDER) as dialogue:
+        for _ in range(2):  # also behind other turns
+            asked = dialogue.ask("a < b | c > <br> <think>")
+            with pytest.raises(LaunchError, match=f"^prompt 2 has '{re.escape(token)}', .*: take it out$"):
+                dialogue.ask(message, "prompt 2")
+            assert dialogue.ask("a < b | c > <br> <think>") == asked, "it is not part of the conversation"
+            dialogue.answered("b", "c")
 
 
 def test_a_template_that_cannot_be_used_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -85,4 +94,4 @@ def test_a_template_that_cannot_be_used_is_one_sentence(monkeypatch: pytest.Monk
         (loop, "^model: its chat template cannot be used, it did not end within 1 s: leave out --chat"),
     ):
         with pytest.raises(LaunchError, match=sentence):
-            chat_prompts(saved(tokenizer_with(template), tmp_path), ["a"], FOLDER)
+            Dialogue(saved(tokenizer_with(template), tmp_path), FOLDER)
