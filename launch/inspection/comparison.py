@@ -6,6 +6,7 @@ layout alone differs, and with it only rounding. Pure arithmetic on what `RunHis
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,10 +14,12 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+from pydantic import ValidationError
 
 from launch.checkpoints.summary import sizes_text
 from launch.inspection.history import Column, RunHistory
 from megalite.checkpoint.manifest import printable
+from megalite.config import Config
 from megalite.config.hidden_secrets import without_secrets
 from megalite.planner.units import plural
 
@@ -92,6 +95,14 @@ class ComparedRun:
         """The options of its config by their dotted names; empty if it cannot be read."""
         config = self.history.files.config
         return {} if config is None else dict(_flat("", without_secrets(config.model_dump(mode="json"))))
+
+    def states(self, option: str) -> bool:
+        """Returns whether its config gives an option another value than what would follow from the others."""
+        config, place = self.history.files.config, option.split(".")
+        if config is None or option not in self.options:
+            return False
+        values = config.model_dump(mode="json")
+        return without_secrets(default_of(values, place)) != self.options[option]
 
     def last(self, name: str) -> float | None:
         """Returns the newest number of that name."""
@@ -182,7 +193,9 @@ def differing_options(runs: Sequence[ComparedRun]) -> Iterator[OptionDifference]
     """Yields the options that are not the same in all runs whose config is known, in the order of the config."""
     known = [run.options for run in runs if run.options]
     for name in dict.fromkeys(name for options in known for name in options):
-        if name not in FREE and any(options.get(name, MISSING) != known[0].get(name, MISSING) for options in known):
+        if name in FREE or all(options.get(name, MISSING) == known[0].get(name, MISSING) for options in known):
+            continue
+        if any(run.states(name) for run in runs):
             yield OptionDifference(name, tuple(run.options.get(name, MISSING) for run in runs))
 
 
@@ -316,6 +329,22 @@ def _recorded_parts(history: RunHistory) -> Iterator[tuple[str, Column]]:
 
 def _ratio(above: float | None, below: float | None) -> float | None:
     return above / below if above is not None and below and math.isfinite(above / below) else None
+
+
+def default_of(values: Mapping[str, Any], place: Sequence[str]) -> Any:
+    """Returns the value that an option of a config would have without being set; None if it has to be."""
+    left = copy.deepcopy(dict(values))
+    section = left
+    for name in place[:-1]:
+        section = section[name]
+    del section[place[-1]]
+    try:
+        found: Any = Config.model_validate(left).model_dump(mode="json")
+    except ValidationError:
+        return None
+    for name in place:
+        found = found.get(name) if isinstance(found, dict) else None
+    return found
 
 
 def _flat(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

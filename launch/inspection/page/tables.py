@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pydantic import ValidationError
-
+from launch.inspection.comparison import default_of
 from launch.inspection.files import Facts, number, time_of
 from launch.inspection.page.findings import RunFindings, value_at
 from launch.inspection.page.sections import PageSection, number_table
@@ -17,7 +15,6 @@ from launch.inspection.report import ACCOUNT
 from launch.output import decimal_size
 from launch.planning.report.svg import element
 from megalite.checkpoint.manifest import printable
-from megalite.config import Config
 from megalite.config.hidden_secrets import without_secrets
 from megalite.config.secrets import names_secret
 from megalite.planner.units import percent, seconds, short
@@ -105,12 +102,7 @@ def settings_section(found: RunFindings) -> PageSection:
 def _changed(values: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """Yields name, value and default of each setting that is not what it is without being set; None: no default."""
     for place in _places(values):
-        left, own = copy.deepcopy(dict(values)), value_at(values, *place)
-        del value_at(left, *place[:-1])[place[-1]]
-        try:
-            default = value_at(Config.model_validate(left).model_dump(mode="json"), *place)
-        except ValidationError:  # it has to be set
-            default = None
+        own, default = value_at(values, *place), default_of(values, place)
         if own != default:
             yield ".".join(place), own, default
 

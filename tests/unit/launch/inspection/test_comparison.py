@@ -166,6 +166,12 @@ def test_a_layout_alone_is_no_excuse(run: Callable[..., Path]) -> None:
     assert differing == {"parallel.tensor_parallel_size": (1, 2), "monitor.log_interval": (1, 7)}
 
 
+def test_options_that_follow_from_others_are_not_listed(run: Callable[..., Path]) -> None:
+    """A dense model's width of experts is that of its feed-forward network, which nobody has set."""
+    found = compared(run("one"), run("other", options={"model.intermediate_size": 99}))
+    assert [option.name for option in found.options] == ["model.intermediate_size"]
+
+
 def test_the_tolerance_is_that_of_the_coarser_format(run: Callable[..., Path]) -> None:
     coarse = run("coarse", loss_off_by(5, 2 * TOLERANCE["fp32"]), options={"precision": {"dtype": "bf16"}})
     pair = compared(run("fine"), coarse).pairs[0]

@@ -142,7 +142,9 @@ def test_what_comes_between_steps_counts_but_for_saves() -> None:
         if steps.step(1.0, between_s=9.0):
             due.append(step)
             steps.saved(blocked_s=0.5, duration_s=2.0)
-    assert {later - earlier for earlier, later in pairwise(due)} == {math.ceil((interval_s - 0.5) / 10)}, "half a step is rounding"
+    assert {later - earlier for earlier, later in pairwise(due)} == {math.ceil((interval_s - 0.5) / 10)}, (
+        "half a step is rounding"
+    )
     # a save that blocks as long as ten steps puts none of them off
     steps = Steps(FailureHistory(configured_s=3600.0))
     steps.saved(blocked_s=10.0, duration_s=10.0)
