@@ -42,12 +42,19 @@ _listening: list[socket.socket] = []
 
 
 def facts(
-    root: str, packages: list[str], python_path: list[str], folders: list[str], files: list[str], caches: list[str]
+    root: str,
+    packages: list[str],
+    python_path: list[str],
+    folders: list[str],
+    files: list[str],
+    caches: list[str],
+    extensions: list[str],
 ) -> dict[str, Any]:
     """Returns all facts that are asked for once.
 
     `root` is the folder of our code, `python_path` precedes Python's own folders in the search for `packages`. Free
-    space is reported for `folders`, sizes for `files`, and compile locks for the torch extension folders in `caches`.
+    space is reported for `folders`, sizes for `files`, and compile locks for the `extensions` of torch that ranks
+    build, in torch's folder for them and in `caches`.
     """
     memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return {
@@ -72,7 +79,7 @@ def facts(
         },
         "folders": {path: within(PATIENCE_S, partial(space, path), None) for path in folders},
         "files": {path: within(PATIENCE_S, partial(size_of, path), None) for path in files},
-        "locks": within(PATIENCE_S * 2, lambda: compile_locks(caches), []),
+        "locks": within(PATIENCE_S * 2, lambda: compile_locks(caches, extensions), []),
     }
 
 
@@ -220,16 +227,19 @@ def size_of(path: str) -> int | None:
     return None
 
 
-def compile_locks(caches: list[str]) -> list[dict[str, Any]]:
-    """Returns the locks of torch's extension builder: age, the process of this host that holds it, and whether it is
-    a file that this user has there.
+def compile_locks(caches: list[str], extensions: list[str]) -> list[dict[str, Any]]:
+    """Returns the locks of torch's extension builder for `extensions`: age, the process of this host that holds it, and
+    whether it is a file that this user has there.
 
-    Every process that finds a lock without a holder waits for ever (torch/utils/file_baton.py).
+    Every process that finds a lock without a holder waits for ever (torch/utils/file_baton.py); ranks do not look for
+    those of extensions that only other programs build.
     """
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111 - raises nothing where there is no home
+    # unlike Path.expanduser it raises nothing where there is no home
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111
     own = os.environ.get("TORCH_EXTENSIONS_DIR") or str(Path(cache, "torch_extensions"))
     folders = [Path(folder) for folder in dict.fromkeys([*caches, own])]
-    locks = [lock for folder in folders for lock in (*folder.glob("*/lock"), *folder.glob("*/*/lock"))]
+    patterns = [f"{above}{name}/lock" for name in extensions for above in ("", "*/")]
+    locks = [lock for folder in folders for pattern in patterns for lock in folder.glob(pattern)]
     found = {Path(lock.parent.resolve(), lock.name): lock.lstat() for lock in locks if not lock.is_dir()}
     roots = {root.resolve() for root in folders}
     holders = holders_of({str(path) for path in found})

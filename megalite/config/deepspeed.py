@@ -144,6 +144,24 @@ def offloads_to_nvme(options: dict[str, Any]) -> bool:
     return isinstance(section, dict) and section.get("device") == "nvme"
 
 
+def compiled_extensions(options: dict[str, Any]) -> tuple[str, ...]:
+    """Returns the extensions of torch that DeepSpeed compiles in ranks with these options, as their folders are called.
+
+    Without such options there are none: `offload.optimizer cpu` compiles in a folder of its own (engine/cpu_adam.py).
+    """
+    zero = options.get("zero_optimization")
+    zero = zero if isinstance(zero, dict) else {}
+    moved = [zero.get(key) for key in ("offload_optimizer", "offload_param")]
+    has_nvme = any(isinstance(section, dict) and section.get("device") == "nvme" for section in moved)
+    needs = {
+        "async_io": has_nvme,
+        "gds": has_nvme,
+        "quantizer": any(value for key, value in zero.items() if key.startswith("zero_quantized_")),
+        "cpu_adam": bool(zero.get("zenflow")),
+    }
+    return tuple(name for name, is_needed in needs.items() if is_needed)
+
+
 def _unknown(key: str) -> str:
     """Returns the message for a key that DeepSpeed would ignore, with the key or option that was probably meant."""
     ours = {path[0]: row.option for path, row in refused_keys().items() if len(path) == 1 and row.option}

@@ -14,6 +14,7 @@ from typing import Any
 
 from launch.runtime.hostfile import Host
 from megalite.config import Config
+from megalite.config.deepspeed import compiled_extensions
 
 HERE = "this machine"  # where the command runs, which need not be one of the hosts
 NUMBERED = re.compile(r"(.*?)([0-9]+)((?:\.[A-Za-z][\w.-]*)?)")
@@ -53,6 +54,7 @@ class Settings:
 
     run_dir: Path | None = None  # absolute; None: unknown
     data_files: tuple[Path, ...] = ()
+    extensions: tuple[str, ...] = ()  # of torch, which its ranks compile where a cache lacks them
     layout_of: Config | None = None  # its layout must fit the slots of all hosts
     on_cpu: bool = field(default_factory=lambda: os.environ.get("DS_ACCELERATOR") == "cpu")
 
@@ -62,7 +64,7 @@ class Settings:
         data = config.data  # of what is at URLs each host makes a copy itself
         prefixes = [Path(prefix).absolute() for prefix in data.all_prefixes if prefix not in data.urls]
         files = tuple(path.with_name(f"{path.name}{end}") for path in prefixes for end in (".bin", ".idx"))
-        return cls(config.run_dir.absolute(), files)
+        return cls(config.run_dir.absolute(), files, compiled_extensions(config.deepspeed))
 
 
 @dataclass

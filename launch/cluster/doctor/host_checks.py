@@ -162,7 +162,7 @@ def check_room(answers: Answers) -> list[Finding]:
 
 
 def check_locks(answers: Answers) -> list[Finding]:
-    """Checks for compile locks without a holder; on shared storage, the holder may be on another host."""
+    """Checks for locks without a holder of extensions that ranks compile; the holder may be on another host."""
     problems = Problems("compile locks")
     locks = [(name, lock) for name, facts in answers.there.items() for lock in facts["locks"]]
     held = {lock["path"] for _, lock in locks if lock["holder"]}
@@ -174,7 +174,7 @@ def check_locks(answers: Answers) -> list[Finding]:
             age = _age(max(one["age_s"] for _, one in locks if one["path"] == path))
             sentence = f"ranks would wait for ever for a lock that a dead compiler left {age} ago"
             problems.add(name, FAIL, sentence, f"rm {path}")
-    return problems.findings(answers.there, "none left behind")
+    return problems.findings(answers.there, "none left behind") if answers.settings.extensions else []
 
 
 def check_limits(answers: Answers) -> list[Finding]:

@@ -114,6 +114,7 @@ def preflight(
         "python_path": [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path],
         "folders": [*ROOM, *([run_dir] if run_dir else [])],
         "files": [str(path) for path in settings.data_files],
+        "extensions": list(settings.extensions),
         "caches": [path for path in [os.environ.get("TORCH_EXTENSIONS_DIR")] if path],
     }
     answers = Answers(tuple(hosts), settings, str(INSTALLATION), local.facts(**question) | gpu_facts())

@@ -20,6 +20,7 @@ from launch.cluster.doctor.host_checks import on_gpus, own_findings
 from launch.cluster.doctor.preflight import PreflightReport
 from launch.runtime.hostfile import Host
 from launch.trainer.run_config import load_run_config
+from megalite.config import Config
 from tests.conftest import write_config
 
 Change = Callable[[Answers], object]
@@ -47,7 +48,7 @@ def answers_of(count: int, slots: int = 8) -> Answers:
     """Of `count` hosts with which all is well."""
     names = [f"node{number}" for number in range(1, count + 1)]
     ip = {name: f"10.0.0.{number}" for number, name in enumerate(names, 1)}
-    settings = Settings(RUN, (Path("/data/text.bin"),), on_cpu=False)
+    settings = Settings(RUN, (Path("/data/text.bin"),), ("async_io",), on_cpu=False)
     answers = Answers(tuple(Host(name, tuple(range(slots))) for name in names), settings, "/code", copy.deepcopy(GOOD))
     for name in names:
         own = {"addresses": [ip[name]], "loopback": [], "foreign": []}
@@ -241,6 +242,31 @@ def test_a_lock_on_shared_storage_may_be_held_on_another_host() -> None:
     answers.facts["node1"]["locks"], answers.facts["node2"]["locks"] = [lock(None, 5.0)], [lock(4711, 5.2)]
     (finding,) = [one for one in findings_of(answers) if one.check == "compile locks"]
     assert finding.verdict == Severity.WARN and finding.hosts == ("node1", "node2")
+
+
+@pytest.mark.parametrize(
+    ("options", "extensions"),
+    [
+        ({}, ()),
+        ({"zero_optimization": {"overlap_comm": True, "offload_param": {"device": "cpu"}}}, ()),
+        ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, ("async_io", "gds")),
+        ({"zero_optimization": {"zero_quantized_weights": True, "zero_quantized_gradients": False}}, ("quantizer",)),
+        (
+            {"zero_optimization": {"zero_quantized_weights": False, "offload_param": {"device": "nvme"}}},
+            ("async_io", "gds"),
+        ),
+        ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, ("cpu_adam",)),
+    ],
+)
+def test_locks_are_looked_at_that_ranks_wait_for(
+    options: dict[str, Any], extensions: tuple[str, ...], tiny: dict[str, Any]
+) -> None:
+    """What DeepSpeed compiles in ranks with its own options; without them ranks compile no extension of torch."""
+    settings = Settings.of(Config.model_validate(tiny).model_copy(update={"deepspeed": options}))
+    assert settings.extensions == extensions
+    answers = answers_of(2)
+    answers.settings = replace(answers.settings, extensions=settings.extensions)
+    assert bool([one for one in findings_of(answers) if one.check == "compile locks"]) == bool(extensions)
 
 
 def test_the_fault_is_of_whom_fewest_reach() -> None:
