@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from launch.cli.options import AsJson, Exclude, Hostfile, Include, Overrides, SshPort
+from launch.cli.options import AsJson, Exclude, Include, Overrides, SshPort
 from launch.errors import FAILED_CODE, INTERRUPTED_CODE, LaunchError
 from launch.output import print_json
 from launch.runtime.logs import get_logger
@@ -26,12 +26,15 @@ log = get_logger(__name__)
 
 
 def doctor(
-    hostfile: Hostfile,
     config_path: Annotated[
         Path | None,
         typer.Argument(help="Config of the run whose folder, data and layout are checked.", metavar="[CONFIG.yaml]"),
     ] = None,
     overrides: Overrides = None,
+    hostfile: Annotated[
+        Path | None,
+        typer.Option("--hostfile", "-H", help="File with lines such as `node1 slots=8`; default: this machine alone."),
+    ] = None,
     include: Include = None,
     exclude: Exclude = None,
     ssh_port: SshPort = None,
@@ -41,21 +44,26 @@ def doctor(
     bandwidth: Annotated[bool, typer.Option("--bandwidth", help="Also measure the links between hosts.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Check all hosts in parallel for problems that would prevent a run; start nothing.
+    """Check this machine, or all hosts of a hostfile in parallel, for problems that would prevent a run; start nothing.
 
     Checks ssh, Python, packages, code, devices, addresses, TCP between all hosts, whether the run's folder is shared,
     data, free space, clocks, stale compile locks, limits, and what lets other users into a run. Exit code 0 if nothing
     fails, though there may be warnings; 1 otherwise.
 
-    Example: `megalite doctor --hostfile hosts configs/quickstart.yaml`
+    Example: `megalite doctor --hostfile hosts configs/quickstart.yaml`, and for this machine `megalite doctor`
     """
     from launch.cluster.doctor.bandwidth import measure
     from launch.cluster.doctor.findings import Settings
     from launch.cluster.doctor.preflight import preflight
+    from launch.cluster.doctor.this_machine import examine_this_machine
     from launch.cluster.ssh.connection import connect_all
     from launch.runtime.hostfile import read_hostfile, select_hosts
 
-    hosts = select_hosts(read_hostfile(hostfile), include, exclude)
+    hosts = select_hosts(read_hostfile(hostfile), include, exclude) if hostfile is not None else ()
+    of_hosts = {"--include": include, "--exclude": exclude, "--ssh-port": ssh_port, "--bandwidth": bandwidth or None}
+    for option, value in of_hosts.items() if hostfile is None else ():
+        if value is not None:
+            raise LaunchError(f"{option} is about the hosts of a hostfile: name it with --hostfile")
     if config_path is None:
         settings = Settings(run_dir=run_dir.absolute() if run_dir is not None else None)
     elif run_dir is not None:
@@ -65,13 +73,16 @@ def doctor(
     else:
         config = load_run_config(config_path, overrides or [])
         settings = replace(Settings.of(config), layout_of=config)
-    began = time.monotonic()
+    began, links = time.monotonic(), None
     try:
-        connections, errors = connect_all([host.name for host in hosts], ssh_port=ssh_port)
-        with _closing(connections):
-            report = preflight(connections, errors, hosts, settings)
-            report = replace(report, seconds=time.monotonic() - began)
-            links = measure(connections, report) if bandwidth else None
+        if hostfile is None:
+            report = examine_this_machine(settings)
+        else:
+            connections, errors = connect_all([host.name for host in hosts], ssh_port=ssh_port)
+            with _closing(connections):
+                report = preflight(connections, errors, hosts, settings)
+                report = replace(report, seconds=time.monotonic() - began)
+                links = measure(connections, report) if bandwidth else None
     except KeyboardInterrupt:
         log.error("interrupted before the checks were complete")
         raise typer.Exit(INTERRUPTED_CODE) from None

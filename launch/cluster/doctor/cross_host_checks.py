@@ -140,18 +140,22 @@ def check_run_dir(answers: Answers) -> list[Finding]:
         else:
             remedy = f"mount the same storage at {run_dir} on all hosts, or choose another run_dir"
             problems.add(name, FAIL, sentence, remedy)
-    return problems.findings(answers.there, f"{run_dir} is shared") + here
+    return (
+        problems.findings(answers.there, f"{run_dir} {'is shared' if len(answers.hosts) > 1 else 'can be written'}")
+        + here
+    )
 
 
 def check_data(answers: Answers) -> list[Finding]:
     """Checks that the files of prepared data exist and have the same size on all hosts."""
     problems = Problems("data")
+    remedy = "write it with `megalite prepare`" if len(answers.hosts) == 1 else "put the data on shared storage"
     for path in map(str, answers.settings.data_files):
         sizes = {name: facts["files"][path] for name, facts in answers.there.items()}
         right = usual(sizes, answers.here["files"][path])
         for name, size in sizes.items():
             if size is None:
-                problems.add(name, FAIL, f"{path} is not there", "put the data on shared storage, or copy it")
+                problems.add(name, FAIL, f"{path} is not there", f"{remedy}, or copy it")
             elif size != right:
                 sentence = f"{path} has {size:,} bytes, and {right:,} on the others"
                 problems.add(name, FAIL, sentence, "copy it again, or put it on shared storage")

@@ -190,7 +190,7 @@ def check_limits(answers: Answers) -> list[Finding]:
         if facts["infiniband"] and pinned is not None:
             sentence = f"a process may pin {_size(pinned)}, too little for InfiniBand"
             problems.add(name, WARN, sentence, "set memlock unlimited in /etc/security/limits.conf")
-    return problems.findings(answers.there, f"enough open files for {ranks} ranks")
+    return problems.findings(answers.there, f"enough open files for {plural(ranks, 'rank')}")
 
 
 def _listed(versions: dict[str, Any]) -> str:

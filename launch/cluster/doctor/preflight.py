@@ -90,9 +90,9 @@ class PreflightReport:
         hosts, warnings = plural(count, "host"), sum(one.verdict == WARN for one in self.findings)
         suffix = f", {plural(warnings, 'warning')}" if warnings else ""
         if self.passed:
-            return f"{hosts} can train together{suffix} ({self.seconds:.1f} s)"
+            return f"{hosts} can train{' together' * (count > 1)}{suffix} ({self.seconds:.1f} s)"
         if not failed:
-            return f"{hosts} can NOT train together as it is{suffix} ({self.seconds:.1f} s)"
+            return f"{hosts} can NOT train{' together' * (count > 1)} as it is{suffix} ({self.seconds:.1f} s)"
         rest = [name for name in self.hosts if name not in failed]
         without = f"; without {'it' if len(failed) == 1 else 'them'}, {fold(rest)} could" if rest else ""
         what = f"{len(failed)} of {hosts} can NOT train: {fold(failed)}"

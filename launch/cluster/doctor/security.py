@@ -27,7 +27,7 @@ def security_findings(answers: Answers, environment: Mapping[str, str]) -> list[
             sentence = f"all users may write the files that ranks make (umask {facts['umask']:04o})"
             problems.add(name, WARN, sentence, "umask 022 in a login file there, such as ~/.bashrc")
         if not facts["uid"]:
-            problems.add(name, OK, "ranks run as root, so a mistake of theirs has no limits", "use another user")
+            problems.add(name, OK, "ranks run as root, as in most containers")
     findings = problems.findings(answers.there, "not root, and other users may not write the files of ranks")
     run_dir = answers.settings.run_dir
     found = None if run_dir is None else within(PATIENCE_S, lambda: problem_of_folder(run_dir), None)

@@ -229,6 +229,9 @@ def test_how_far_a_clock_is_ahead() -> None:
         (["--hostfile", "hosts", "--include", "node3"], "host 'node3' is not in the hostfile"),
         (["--hostfile", "hosts", "--run-dir", "run", "tiny.yaml"], "drop one of them"),
         (["--hostfile", "hosts", "missing.yaml"], "missing.yaml"),
+        (["missing.yaml"], "missing.yaml"),
+        (["--include", "node1"], "--include is about the hosts of a hostfile: name it with --hostfile"),
+        (["--bandwidth"], "--bandwidth is about the hosts of a hostfile: name it with --hostfile"),
     ],
 )
 def test_mistakes_are_one_sentence_before_any_host_is_asked(

@@ -22,6 +22,7 @@ from launch.runtime.hostfile import Host
 from launch.trainer.run_config import load_run_config
 from megalite.config import Config
 from tests.conftest import write_config
+from tests.helpers.commands import command_line
 
 Change = Callable[[Answers], object]
 GIB = 1 << 30
@@ -368,3 +369,22 @@ def test_a_table_fits_a_narrow_terminal() -> None:
         console = Console(width=width, record=True, file=io.StringIO())
         report_of(answers).table().print(console)
         assert max(map(len, console.export_text().splitlines())) <= width
+
+
+def test_without_a_hostfile_this_machine_is_looked_at(tiny: dict[str, Any], tmp_path: Path) -> None:
+    """What a newcomer asks first; no ssh and no sshd is needed, and nothing is left behind."""
+    path = str(write_config(tmp_path / "tiny.yaml", tiny))
+    of_cpu = {"DS_ACCELERATOR": "cpu", "PATH": str(tmp_path)}
+    done = command_line("doctor", path, "--json", env=of_cpu)
+    told = json.loads(done.stdout)
+    found = {one["check"]: one["verdict"] for one in told["findings"]}
+    assert done.returncode == 0 and told["passed"] and told["device"] == "cpu", told
+    assert {"layout", "run folder", "data", "python", "packages", "code", "devices", "room"} <= found.keys()
+    assert (
+        not found.keys() & {"reachable", "clock", "network", "machines"}
+        and not Config.model_validate(tiny).run_dir.exists()
+    )
+    alone = command_line("doctor", env=of_cpu)
+    assert alone.returncode == 0 and "1 host can train" in alone.stdout and "hostfile" not in alone.stdout
+    missing = command_line("doctor", path, "data.path=/nowhere/text", env=of_cpu)
+    assert missing.returncode == 1 and "megalite prepare" in missing.stdout

@@ -34,6 +34,7 @@ def test_hosts_with_an_open_mask_are_warned_about_and_root_is_told(home: Path) -
     assert found["node2",].verdict == Severity.WARN and "umask 0000" in found["node2",].sentence
     assert found["node3",].verdict == Severity.WARN and "umask 0020" in found["node3",].sentence
     assert found["node1",].verdict == Severity.OK and "root" in found["node1",].sentence
+    assert all(not one.remedy for one in found.values() if one.verdict == Severity.OK), "nothing is to be done there"
 
 
 def test_the_mask_is_read_and_stays_as_it_is() -> None:
