@@ -122,10 +122,13 @@ class BestFitSamples(CorpusSamples):
             )
         slots = self.samples_per_epoch * (self.sequence_length + 1)
         padding = 1 - sum(plan.placed_tokens for plan in self._plans) / slots
-        if padding >= _MUCH_PADDING:
+        if padding >= _MUCH_PADDING:  # conversations that must stay whole cannot be packed otherwise
+            other = (
+                "" if self.has_loss_mask and self.too_long != "cut" else ", or data.packing concat,"
+            )  # refuses masks
             notices.append(
                 f"{padding:.1%} of the {self.split} split's samples is padding, because its documents leave gaps that "
-                "no other one fits: another sequence_length, or data.packing concat, wastes less"
+                f"no other one fits: another sequence_length{other} wastes less"
             )
         return "; ".join(notices) or None
 

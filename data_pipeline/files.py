@@ -23,10 +23,7 @@ def is_url(text: str) -> bool:
 
 
 def open_anew(path: Path) -> BinaryIO:
-    """Creates a file for writing in the place of what is there, which may be somebody's link or pipe.
-
-    Nobody else may write it, under no umask; others replace it.
-    """
+    """Creates a file that nobody else may write in the place of what is there, as somebody's link or pipe."""
     path.unlink(missing_ok=True)
     return open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o644))
 

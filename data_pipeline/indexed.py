@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from data_pipeline.errors import DataError, first_names
 from data_pipeline.files import StoredFile, open_anew, publish, sha256_of_file, with_ending
 from data_pipeline.loss_file import loss_path
+from data_pipeline.neighbours import nearest
 from data_pipeline.ownership import make_folder
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -182,8 +183,8 @@ class IndexedTokens:
             )
         start = "" if path.is_absolute() else " (relative paths start from the working directory)"
         raise DataError(
-            f"token file {path.absolute()} does not exist{start}: give the prefix of a .bin/.idx pair (without "
-            "the ending), or write one with `megalite prepare`"
+            f"token file {path.absolute()} does not exist{nearest(self.prefix, '.idx')}{start}: give the prefix of a "
+            ".bin/.idx pair (without the ending), or write one with `megalite prepare`"
         )
 
     def _loss_mask(self) -> StoredFile | None:

@@ -26,7 +26,7 @@ class LossWriter:
 
     def __init__(self, prefix: Path) -> None:
         self._path, self._temporary = loss_path(prefix), with_ending(prefix, ".loss.bin.tmp")
-        self._digest = hashlib.sha256()
+        self._digest, self.count = hashlib.sha256(), 0  # tokens that carry loss
         make_folder(prefix.parent)
         self._stream = open_anew(self._temporary)
 
@@ -38,6 +38,7 @@ class LossWriter:
         content = np.ascontiguousarray(loss).data
         self._stream.write(content)
         self._digest.update(content)
+        self.count += int(np.count_nonzero(loss))
 
     def __enter__(self) -> Self:
         return self

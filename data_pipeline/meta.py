@@ -35,6 +35,7 @@ class CorpusMeta:
     text_field: str | None = None  # this and the next are None in files of older versions
     append_eos: bool | None = None
     loss_sha256: str | None = None  # of the .loss.bin; None: every token carries loss
+    loss_token_count: int | None = None  # tokens that carry loss; None in files of older versions too
     train_on: str | None = None  # of conversations, as is the next; None for text
     chat_template_sha256: str | None = None
     end_of_turn_id: Count | None = None  # the token that ends an answer; None also in files of older versions

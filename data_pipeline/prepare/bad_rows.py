@@ -2,7 +2,8 @@
 
 from data_pipeline.errors import DataError, DataLimitError
 
-_REMEMBERED = 3
+_REMEMBERED = 1000
+_SHOWN = 500  # characters of a message, which may name every field of a row
 
 
 class BadRows:
@@ -20,4 +21,4 @@ class BadRows:
             raise DataError(f"{error}, or leave such rows out with --on-bad-row skip") from error
         self.count += 1
         if len(self.first) < _REMEMBERED:
-            self.first.append(str(error))
+            self.first.append(" ".join(str(error)[:_SHOWN].split()))

@@ -21,7 +21,7 @@ from data_pipeline.prepare.parts import PartStore, RemainingPart
 
 _BUFFER_TOKENS = 1 << 20
 _INDEX_BYTES = 20  # of a document
-_REMEMBERED = 3
+LISTED_ROWS = 10_000  # of those that are left out
 
 
 class JoinedParts(NamedTuple):
@@ -32,6 +32,7 @@ class JoinedParts(NamedTuple):
     bin_sha256: str
     idx_sha256: str
     loss_sha256: str | None
+    loss_token_count: int | None
     bad_rows: int
     first_bad_rows: list[str]  # sentences about some of them
 
@@ -76,7 +77,7 @@ def join_parts(
                         for block in _blocks(stream, part.stretches, np.dtype(np.uint8)):
                             mask.append(block)
                 first += len(facts.document_ends)
-                sentences += facts.first_bad_rows[: _REMEMBERED - len(sentences)].tolist()
+                sentences += facts.sentences[: LISTED_ROWS - len(sentences)]
                 report(len(part.document_ends), part.token_count)
             meta_path(output).unlink(missing_ok=True)
             loss_path(output).unlink(missing_ok=True)
@@ -90,6 +91,7 @@ def join_parts(
         writer.bin_sha256,
         writer.idx_sha256,
         loss_sha256,
+        mask.count if mask else None,
         survey.bad_rows,
         sentences,
     )

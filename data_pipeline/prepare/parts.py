@@ -51,7 +51,12 @@ class PartFacts(NamedTuple):
     document_ends: NDArray[np.int64]  # [documents] exclusive positions in the tokens; a later part may end one more
     bad_rows: int  # that could not be read or encoded, and are not among the tokens
     refused: NDArray[np.int64]  # documents, by place in this part, of which a piece could not be encoded
-    first_bad_rows: NDArray[np.str_]  # sentences about some of the bad rows
+    first_bad_rows: NDArray[np.uint8]  # lines about some of the bad rows, UTF-8
+
+    @property
+    def sentences(self) -> list[str]:
+        """Messages about some of the bad rows."""
+        return self.first_bad_rows.tobytes().decode().splitlines()
 
     def without(self, documents: set[int]) -> RemainingPart:
         """Leaves out some of the documents; the last one may be that which a later part ends."""
@@ -113,7 +118,7 @@ class PartWriter:
                 stream.close()
                 temporary.replace(self._path.with_suffix(ending))
         ends, refused = (np.array(places, dtype=np.int64) for places in (self._ends, self._refused))
-        sentences = np.array(first_bad_rows, dtype=np.str_)
+        sentences = np.frombuffer("\n".join(first_bad_rows).encode("utf-8", "replace"), dtype=np.uint8)
         facts = PartFacts(self._token_count, ends, bad_rows, refused, sentences)
         content = io.BytesIO()
         np.savez(content, **facts._asdict())

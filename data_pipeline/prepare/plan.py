@@ -108,9 +108,7 @@ def plan_job(specs: list[str], tokenizer: Path | TrainedTokenizer, options: Prep
     """Opens sources and tokenizer. Raises DataError if one is missing or lacks what the options ask for."""
     sources = open_sources(specs, None if options.train_on else options.text_field, options.longest_row)
     encoder, places = _encoder(tokenizer, options)
-    sizes = [source.size_bytes for source in sources]
-    known = [size for size in sizes if size is not None]
-    source_bytes = sum(known) if len(known) == len(sizes) else None
+    source_bytes = _known_bytes(sources)
     unit = _UNIT_OF_UNKNOWN_SIZE
     if source_bytes is not None:
         unit = min(max(source_bytes // _UNITS_PER_JOB, _SMALLEST_UNIT), _LARGEST_UNIT)
@@ -205,9 +203,17 @@ def _digest(
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
 
 
-def training_text(specs: list[str], options: PrepareOptions) -> Iterator[str]:
-    """Opens the sources, and returns their text, for the training of a tokenizer."""
+def training_text(specs: list[str], options: PrepareOptions) -> tuple[Iterator[str], int | None]:
+    """Opens the sources, and returns their text, for the training of a tokenizer, and its size in bytes if known."""
     sources = open_sources(specs, options.text_field, options.longest_row)
     on_bad_row = BadRows(options.skip_bad_rows)
     documents = (document for source in sources for document in source.documents(on_bad_row))
-    return (piece.text for document in documents for piece in cut_document(document, 0, CUT_PLACES, on_bad_row))
+    pieces = (piece.text for document in documents for piece in cut_document(document, 0, CUT_PLACES, on_bad_row))
+    return pieces, _known_bytes(sources)
+
+
+def _known_bytes(sources: Sequence[Source]) -> int | None:
+    """Returns the bytes of all sources; None if one has a size that is not known before it is read."""
+    sizes = [source.size_bytes for source in sources]
+    known = [size for size in sizes if size is not None]
+    return sum(known) if len(known) == len(sizes) else None

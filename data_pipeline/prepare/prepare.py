@@ -7,9 +7,12 @@ output of another job is replaced only if that is asked for (existing.py). Memor
 bytes per document.
 """
 
+import errno
 import os
+import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from itertools import accumulate
@@ -18,6 +21,7 @@ from typing import Literal
 
 from data_pipeline.chat.encoder import ChatEncoder
 from data_pipeline.errors import DataError
+from data_pipeline.files import with_ending, write_atomically
 from data_pipeline.indexed import IndexedTokens, token_dtype
 from data_pipeline.meta import CorpusMeta, read_meta
 from data_pipeline.prepare.encoder_check import fast_encoder
@@ -27,10 +31,13 @@ from data_pipeline.prepare.joining import join_parts
 from data_pipeline.prepare.parts import PartStore
 from data_pipeline.prepare.plan import USUAL_OPTIONS, PreparationPlan, PrepareOptions, plan_job
 from data_pipeline.prepare.units import undivided_files
-from data_pipeline.prepare.workers import UnitTask, UnitWork, units_done
+from data_pipeline.prepare.workers import TaskDone, UnitTask, UnitWork, units_done
 from data_pipeline.sources.folders import repeated_files
 from data_pipeline.sources.lines import numbered_from_the_first
 from data_pipeline.tokenizer import TrainedTokenizer
+
+_BYTES_OF_A_TOKEN = 4  # of text, before it is known
+_SHOWN_ROWS = 3  # of the bad ones, in the summary
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,8 @@ class PrepareProgress:
     documents: int
     tokens: int
     seconds: float
+    share: float | None = None  # of the work, by the sizes of the text; None if they are not known
+    seconds_left: float | None = None
 
 
 @dataclass(frozen=True)
@@ -66,6 +75,8 @@ class PrepareSummary:
     seconds: float
     skipped_rows: int  # that held no document
     first_skipped: list[str]  # sentences about some of them
+    left_out: Path | None  # the file that lists them
+    loss_token_count: int | None  # of conversations: tokens that carry loss
     repeated: list[list[str]]  # names of each file that is read more than once
 
 
@@ -114,10 +125,13 @@ def prepare(
             discarded, resumed = store.begin(), store.finished(lacking_rows=options.keeps_lacking)
             if notice is not None:
                 _announce_waiting(job, workers, notice)
+                _announce_full_disk(job, store, notice)
             workers = min(workers, len(job.units))
-            reporter = _Reporter(progress, len(job.units), started)
-            _encode_missing(UnitWork(job, store), resumed, workers, reporter)
-            meta, first_skipped = _merge(job, store, reporter)
+            sizes = [sum(stretch.size_bytes for _, stretch in unit) for unit in job.units]
+            reporter = _Reporter(progress, sizes, started)
+            with _full_disk_explained(output):
+                _encode_missing(UnitWork(job, store), resumed, workers, reporter)
+                meta, first_skipped = _merge(job, store, reporter)
             store.remove()
     return PrepareSummary(
         output=output,
@@ -137,6 +151,8 @@ def prepare(
         seconds=time.monotonic() - started,
         skipped_rows=meta.skipped_rows if meta else 0,
         first_skipped=first_skipped,
+        left_out=left_out_path(output) if meta and left_out_path(output).exists() else None,
+        loss_token_count=meta.loss_token_count if meta else None,
         repeated=repeated_files(source.path for source in job.sources if source.path is not None),
     )
 
@@ -157,6 +173,33 @@ def _announce_waiting(job: PreparationPlan, workers: int, notice: Callable[[str]
         )
 
 
+def _announce_full_disk(job: PreparationPlan, store: PartStore, notice: Callable[[str], None]) -> None:
+    """Says so if the tokens will probably not fit on the disk: parts and output are there at the same time."""
+    text = sum(stretch.size_bytes for unit in job.units for _, stretch in unit)
+    each = token_dtype(job.tokenizer.vocab_size).itemsize + (job.options.train_on is not None)
+    needed, free = round(2 * each * text / _BYTES_OF_A_TOKEN), shutil.disk_usage(store.folder).free
+    needed -= sum(file.stat().st_size for file in store.folder.iterdir())
+    if needed > free:
+        notice(
+            f"the text has {text / 1e9:.2f} GB, whose tokens take about {needed / 1e9:.2f} GB more until they are "
+            f"joined, and half of that then, but {free / 1e9:.2f} GB are free where {store.output} is: free some "
+            "space, or choose another output"
+        )
+
+
+@contextmanager
+def _full_disk_explained(output: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise DataError(
+            f"{error.filename or output}: the disk is full: free some space and give the same command, which goes on: "
+            "finished parts are kept"
+        ) from error
+
+
 def _finished(output: Path, job: PreparationPlan) -> CorpusMeta | None:
     """Returns the metadata of a complete output of this job, or None; one without bad rows is that of any choice."""
     try:
@@ -172,34 +215,61 @@ def _finished(output: Path, job: PreparationPlan) -> CorpusMeta | None:
 
 
 class _Reporter:
-    """Adds up what has been done, and tells the caller of `prepare`."""
+    """Adds up what has been done, and tells the caller of `prepare`.
 
-    def __init__(self, tell: Callable[[PrepareProgress], None] | None, part_count: int, started: float) -> None:
-        self._tell, self._part_count, self._started = tell, part_count, started
+    How much of the text is encoded follows from the sizes of the units that are, and, of those under way, from their
+    tokens, which are as long as those of the others.
+    """
 
-    def begin(self, doing: Literal["counting", "encoding", "joining"], parts_done: int = 0) -> None:
-        self._doing, self._parts_done, self._documents, self._tokens = doing, parts_done, 0, 0
+    def __init__(self, tell: Callable[[PrepareProgress], None] | None, sizes: list[int], started: float) -> None:
+        self._tell, self._sizes, self._started = tell, sizes, started
+
+    def begin(self, doing: Literal["counting", "encoding", "joining"], parts_done: Collection[int] = ()) -> None:
+        self._doing, self._parts_done, self._documents, self._tokens = doing, len(parts_done), 0, 0
+        self._kept_bytes = sum(self._sizes[number] for number in parts_done)
+        self._done_bytes = self._done_tokens = 0
+        self._began = time.monotonic()
+
+    def finish(self, done: TaskDone) -> None:
+        """Notes a unit with which everything is done."""
+        self._done_bytes += self._sizes[done.number]
+        self._done_tokens += done.tokens
+        self.add(0, 0, parts=1)
 
     def add(self, documents: int, tokens: int, parts: int = 0) -> None:
         self._documents += documents
         self._tokens += tokens
         self._parts_done += parts
         if self._tell is not None:
-            seconds = time.monotonic() - self._started
-            counts = self._parts_done, self._part_count, self._documents, self._tokens
-            self._tell(PrepareProgress(self._doing, *counts, seconds))
+            now = time.monotonic()
+            counts = self._parts_done, len(self._sizes), self._documents, self._tokens
+            self._tell(PrepareProgress(self._doing, *counts, now - self._started, *self._outlook(now - self._began)))
+
+    def _outlook(self, seconds: float) -> tuple[float | None, float | None]:
+        """Returns the share of the work that is done, and the seconds that are left; None where that is not known."""
+        whole, each = sum(self._sizes), float(_BYTES_OF_A_TOKEN)
+        if self._doing == "joining" or not whole:
+            return self._parts_done / max(1, len(self._sizes)), None
+        if self._done_tokens and self._done_bytes:
+            each = self._done_bytes / self._done_tokens
+        mine: float = min(
+            self._done_bytes + (self._tokens - self._done_tokens) * each, 0.99 * (whole - self._kept_bytes)
+        )
+        mine = max(mine, self._done_bytes)
+        left = whole - self._kept_bytes - mine
+        return (self._kept_bytes + mine) / whole, left / mine * seconds if mine else None
 
 
 def _encode_missing(work: UnitWork, finished: set[int], workers: int, reporter: _Reporter) -> None:
     """Encodes every unit that has no part yet."""
     first_documents = _first_documents(work, workers, reporter)
-    reporter.begin("encoding", len(finished))
+    reporter.begin("encoding", finished)
     tasks = (UnitTask(number, first) for number, first in enumerate(first_documents) if number not in finished)
     try:
-        for _ in units_done(work, tasks, workers, reporter.add):
-            reporter.add(0, 0, parts=1)
+        for done in units_done(work, tasks, workers, reporter.add):
+            reporter.finish(done)
     except DataError as error:
-        raise DataError(numbered_from_the_first(str(error))) from error
+        raise DataError(*numbered_from_the_first([str(error)])) from error
 
 
 def _first_documents(work: UnitWork, workers: int, reporter: _Reporter) -> list[int]:
@@ -219,9 +289,9 @@ def _first_documents(work: UnitWork, workers: int, reporter: _Reporter) -> list[
         try:
             for done in units_done(work, tasks, workers, reporter.add):
                 found[done.number] = done.documents
-                reporter.add(0, 0, parts=1)
+                reporter.finish(done)
         except DataError as error:
-            raise DataError(numbered_from_the_first(str(error))) from error
+            raise DataError(*numbered_from_the_first([str(error)])) from error
         counts = found
         work.store.keep_document_counts(counts)
     return list(accumulate(counts[:-1], initial=0))
@@ -258,6 +328,7 @@ def _merge(job: PreparationPlan, store: PartStore, reporter: _Reporter) -> tuple
         text_field=job.options.text_field,
         append_eos=job.options.append_eos,
         loss_sha256=joined.loss_sha256,
+        loss_token_count=joined.loss_token_count,
         train_on=chats.train_on if chats else None,
         chat_template_sha256=chats.template.digest() if chats else None,
         end_of_turn_id=chats.end_of_turn if chats else None,
@@ -268,5 +339,15 @@ def _merge(job: PreparationPlan, store: PartStore, reporter: _Reporter) -> tuple
         tokenizers=version("tokenizers"),
         gigatoken=version("gigatoken") if is_fast else None,
     )
+    listed = numbered_from_the_first(joined.first_bad_rows)
+    left_out_path(store.output).unlink(missing_ok=True)
+    if listed:
+        more = [f"and {joined.bad_rows - len(listed):,} more"] if joined.bad_rows > len(listed) else []
+        write_atomically(left_out_path(store.output), "\n".join([*listed, *more, ""]).encode("utf-8", "replace"))
     meta.write(store.output)
-    return meta, [numbered_from_the_first(sentence) for sentence in joined.first_bad_rows]
+    return meta, listed[:_SHOWN_ROWS]
+
+
+def left_out_path(output: Path) -> Path:
+    """Returns the path of the list of bad rows that an output lacks."""
+    return with_ending(output, ".left_out.txt")

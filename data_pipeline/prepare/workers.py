@@ -49,6 +49,7 @@ class TaskDone(NamedTuple):
 
     number: int
     documents: int
+    tokens: int = 0
 
 
 class UnitWork(NamedTuple):
@@ -66,7 +67,7 @@ class UnitWork(NamedTuple):
         else:
             self._encode(task, bad_rows, timed)
             timed.flush()
-        return TaskDone(task.number, timed.documents)
+        return TaskDone(task.number, timed.documents, timed.tokens)
 
     def _encode(self, task: UnitTask, bad_rows: BadRows, timed: "_TimedReport") -> None:
         """Encodes a unit into its part. A document that is refused is a bad row.
@@ -107,12 +108,13 @@ class _TimedReport:
 
     def __init__(self, report: Report) -> None:
         self._report, self._reported = report, time.monotonic()
-        self._pending_documents = self._pending_tokens = self.documents = 0
+        self._pending_documents = self._pending_tokens = self.documents = self.tokens = 0
 
     def add(self, documents: int, tokens: int) -> None:
         self.documents += documents
         self._pending_documents += documents
         self._pending_tokens += tokens
+        self.tokens += tokens
         if time.monotonic() - self._reported > _REPORT_EVERY_S:
             self.flush()
 

@@ -20,6 +20,7 @@ from typing import Protocol
 
 from data_pipeline.errors import DataError
 from data_pipeline.files import is_url, user_path
+from data_pipeline.neighbours import nearest
 from data_pipeline.sources.chats import ChatDataset, ChatParquet, ChatRows
 from data_pipeline.sources.compressed import name_inside
 from data_pipeline.sources.csv_table import CsvTable
@@ -136,5 +137,6 @@ def _expand(spec: str) -> Sequence[Place]:
             raise DataError(f"no file matches the source pattern {spec!r}: check it, and quote it for the shell")
         return sorted(files)
     raise DataError(
-        f"source {spec} does not exist: give a file, a folder, a glob, a URL, or dataset:NAME for a data set"
+        f"source {spec} does not exist{nearest(path, also=[PYTHON_STDLIB])}: give a file, a folder, a glob, a URL, or "
+        "dataset:NAME for a data set"
     )

@@ -13,6 +13,7 @@ from data_pipeline.sources.document import (
     Document,
     OnBadRow,
     file_identity,
+    lacks_text,
     not_utf8,
     text_of_row,
     too_long,
@@ -59,11 +60,7 @@ class CsvTable:
             rows = csv.DictReader(lines, strict=True)
             try:
                 if rows.fieldnames is not None and self.text_field not in rows.fieldnames:
-                    raise DataError(
-                        f"{self.path} has no column {self.text_field!r} (it has "
-                        f"{', '.join(map(repr, rows.fieldnames))}): name the column that holds the text with "
-                        "--text-field"
-                    )
+                    raise lacks_text(f"{self.path} has no column", self.text_field, list(rows.fieldnames))
                 if (rows.fieldnames or []).count(self.text_field) > 1:
                     raise DataError(
                         f"{self.path} has more than one column {self.text_field!r}: give them names of their own, or "

@@ -1,7 +1,7 @@
 """One document of a source, and the rows that hold none."""
 
 import codecs
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from data_pipeline.errors import DataError
@@ -41,13 +41,19 @@ def not_utf8(where: str, content: bytes, byte: int | None = None) -> DataError:
     return DataError(f"{where} is not UTF-8 text{at}{named}: convert it to UTF-8, or leave it out of the sources")
 
 
+def lacks_text(problem: str, field: str, there: Sequence[str]) -> DataError:
+    """Returns the message about a row or table without the field of the text, whose fields are `there`."""
+    names, kind = set(there), "column" if problem.endswith("column") else "field"
+    remedy = f"name the {kind} that holds the text with --text-field"
+    if names & {"messages", "conversations"} or names >= {"prompt", "completion"}:
+        remedy = f"these are conversations, give --chat, or {remedy}"
+    return DataError(f"{problem} {field!r} (it has {', '.join(map(repr, there)) or 'none'}): {remedy}")
+
+
 def text_of_row(row: dict[str, Any], field: str, where: str) -> str:
     """Returns the text in `field` of a row. Raises DataError if there is none."""
     if field not in row:
-        raise DataError(
-            f"{where} has no field {field!r} (it has {', '.join(map(repr, row)) or 'none'}): name the field that holds "
-            "the text with --text-field"
-        )
+        raise lacks_text(f"{where} has no field", field, list(row))
     return checked_text(row[field], field, where)
 
 

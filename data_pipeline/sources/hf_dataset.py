@@ -21,7 +21,7 @@ from data_pipeline.errors import DataError
 from data_pipeline.files import user_path
 from data_pipeline.sources.arrow_rows import documents_of
 from data_pipeline.sources.containment import CARDS, check_card, check_inside, check_saved
-from data_pipeline.sources.document import LONGEST_ROW, Document, OnBadRow, checked_text, file_identity
+from data_pipeline.sources.document import LONGEST_ROW, Document, OnBadRow, checked_text, file_identity, lacks_text
 from data_pipeline.sources.parquet import ParquetRows
 from data_pipeline.sources.stretch import WHOLE, Stretch, whole_file
 
@@ -132,10 +132,7 @@ class HfDataset:
 
         features = rows.features
         if features is not None and self.text_field not in features:
-            raise DataError(
-                f"{self.typed} has no column {self.text_field!r} (it has {', '.join(map(repr, features))}): "
-                "name the column that holds the text with --text-field"
-            )
+            raise lacks_text(f"{self.typed} has no column", self.text_field, list(features))
         if features is not None and not isinstance(features[self.text_field], Value):
             raise DataError(
                 f"{self.typed} has {type(features[self.text_field]).__name__} in column {self.text_field!r}: it must "

@@ -6,6 +6,7 @@ reader needs only when it is shown (`numbered_from_the_first`).
 """
 
 import re
+from collections.abc import Sequence
 from io import BufferedReader
 from pathlib import Path
 
@@ -37,20 +38,24 @@ def place_of_line(path: Place, number: int, stretch: Stretch) -> str:
     return f"{path}, line {number}" + (f" after byte {stretch.begin}" if stretch.begin else "")
 
 
-def numbered_from_the_first(sentence: str) -> str:
-    """Returns a sentence with the number of its line in the file; reads what is before the stretch of the line."""
+def numbered_from_the_first(sentences: Sequence[str]) -> list[str]:
+    """Returns sentences with the number of their line in the file; reads what is before the stretches of the lines."""
+    counted = dict[Path, tuple[int, int]]()  # a place of a file, and the lines that begin up to there
+    return [_numbered(sentence, counted) for sentence in sentences]
+
+
+def _numbered(sentence: str, counted: dict[Path, tuple[int, int]]) -> str:
     found = _PLACE.match(sentence)
     if found is None or not Path(found["path"]).is_file():
         return sentence
-    number = int(found["number"]) + _lines_before(Path(found["path"]), int(found["begin"]))
-    return f"{found['path']}, line {number}{sentence[found.end() :]}"
-
-
-def _lines_before(path: Path, begin: int) -> int:
-    """Returns the number of lines that begin before a byte which is not the first."""
-    count, left = 1, begin - 1
+    path, last = Path(found["path"]), int(found["begin"]) - 1
+    place, count = counted.get(path, (0, 1))
+    if place > last:
+        place, count = 0, 1
     with path.open("rb") as stream:
-        while left and (block := stream.read(min(left, _BLOCK_BYTES))):
+        stream.seek(place)
+        while place < last and (block := stream.read(min(last - place, _BLOCK_BYTES))):
             count += block.count(b"\n")
-            left -= len(block)
-    return count
+            place += len(block)
+    counted[path] = place, count
+    return f"{found['path']}, line {int(found['number']) + count}{sentence[found.end() :]}"

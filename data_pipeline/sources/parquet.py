@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from data_pipeline.errors import DataError
 from data_pipeline.sources.arrow_rows import check_text_column, documents_of
-from data_pipeline.sources.document import LONGEST_ROW, Document, OnBadRow, checked_text, file_identity
+from data_pipeline.sources.document import LONGEST_ROW, Document, OnBadRow, checked_text, file_identity, lacks_text
 from data_pipeline.sources.remote_file import Place, RemoteFile, open_file
 from data_pipeline.sources.stretch import WHOLE, Stretch, whole_file
 
@@ -61,10 +61,7 @@ class ParquetRows:
     def columns(self, names: Sequence[str]) -> list[str]:
         """Returns the columns to read. Raises DataError if the one with the text is not among `names`."""
         if self.text_field not in names:
-            raise DataError(
-                f"{self.path} has no column {self.text_field!r} (it has {', '.join(map(repr, names))}): name the "
-                "column that holds the text with --text-field"
-            )
+            raise lacks_text(f"{self.path} has no column", self.text_field, list(names))
         return [self.text_field]
 
     def check_columns(self, schema: "pyarrow.Schema") -> None:

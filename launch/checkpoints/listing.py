@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from data_pipeline.neighbours import nearest
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.manifest import LATEST, STEP, Manifest
 from megalite.checkpoint.remote.storage import Listed, Store, list_checkpoints
@@ -86,7 +87,9 @@ def _nothing_in(place: str) -> CheckpointError:
     if url := url_of(path):
         return CheckpointError(f"{place}: there is no such folder, and a URL has two slashes: {url}")
     if not path.is_dir():
-        return CheckpointError(f"{place}: {'is a file, no folder' if path.exists() else 'there is no such folder'}")
+        return CheckpointError(
+            f"{place}: {'is a file, no folder' if path.exists() else f'there is no such folder{nearest(path)}'}"
+        )
     if STEP.fullmatch(path.name):
         return CheckpointError(f"{place}: not a complete checkpoint: it has no manifest.json, the save was interrupted")
     return CheckpointError(f"{place}: holds no checkpoints: give a run_dir, its checkpoints folder, or one checkpoint")

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from launch.cli.options import AsJson
+from launch.cli.prepare_words import print_conversations, print_summary, words_of
 from launch.errors import INTERRUPTED_CODE, LaunchError
-from launch.output import print_json, spinner
+from launch.output import FIRST_WORD_S, print_json, spinner
 from launch.runtime.logs import get_logger
-from launch.runtime.printing import say
 from megalite.planner.units import plural
-
-if TYPE_CHECKING:
-    from data_pipeline.prepare.prepare import PrepareProgress, PrepareSummary
 
 log = get_logger(__name__)
 
@@ -93,6 +92,15 @@ def prepare(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace prepared data or a trained tokenizer made from something else.")
     ] = False,
+    show: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="With --chat: print the first N conversations as a model reads them, with what carries loss; nothing "
+            "is written.",
+        ),
+    ] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done; write nothing.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -105,106 +113,110 @@ def prepare(
 
     Example: `megalite prepare "corpus/**/*.md" notes.jsonl.gz pages.parquet -t my_tokenizer -o data/corpus`
     """
-    from data_pipeline.prepare.existing import check_vocabulary
-    from data_pipeline.prepare.output import output_prefix
-    from data_pipeline.prepare.plan import PrepareOptions, training_text
-    from data_pipeline.prepare.prepare import prepare as prepare_data
-    from data_pipeline.tokenizer import TrainedTokenizer, trained_tokenizer
-
-    prefix = output_prefix(output)
-    if chat_date is not None and not chat:
-        raise LaunchError("--chat-date is for the template of conversations: give --chat too, or leave it out")
-    if chat and encoder == "fast":
-        raise LaunchError("--encoder fast is for text: conversations are encoded by the exact one, leave it out")
-    _check_options(chat, train_on, begin_token or fill_in_the_middle > 0, train_vocab_size)
-    options = PrepareOptions(
-        text_field,
-        append_eos and not chat,
-        begin_token,
-        special_tokens or ("refuse" if chat else "keep"),
-        on_bad_row == "skip",
-        fill_in_the_middle,
-        (train_on or "all-turns") if chat else None,
-        chat_date.date().isoformat() if chat_date else None,
-        encoder,
-        longest_row << 20,
-    )
-    # kept with the tokens, for runs and exports started elsewhere
-    where: Path | TrainedTokenizer = tokenizer.absolute()
+    started = time.monotonic()
+    _check_only_of_chats(chat, train_on, chat_date, show)
+    if chat:
+        _check_chat(begin_token or fill_in_the_middle > 0, train_vocab_size, encoder)
     try:
-        with spinner("reading the sources", is_shown=not as_json) as describe:
-            if train_vocab_size is not None:
-                texts = training_text(sources, options)
+        with spinner("reading the sources", is_shown=not as_json, first_s=FIRST_WORD_S) as describe:
+            # imports take seconds, too
+            from data_pipeline.prepare.bad_rows import BadRows
+            from data_pipeline.prepare.existing import check_vocabulary
+            from data_pipeline.prepare.output import output_prefix
+            from data_pipeline.prepare.plan import PrepareOptions, plan_job, training_text
+            from data_pipeline.prepare.prepare import prepare as prepare_data
+            from data_pipeline.tokenizer import TrainedTokenizer, trained_tokenizer
+
+            prefix = output_prefix(output)
+            options = PrepareOptions(
+                text_field,
+                append_eos and not chat,
+                begin_token,
+                special_tokens or ("refuse" if chat else "keep"),
+                on_bad_row == "skip",
+                fill_in_the_middle,
+                (train_on or "all-turns") if chat else None,
+                chat_date.date().isoformat() if chat_date else None,
+                encoder,
+                longest_row << 20,
+            )
+            # kept with the tokens, for runs and exports started elsewhere
+            where: Path | TrainedTokenizer = tokenizer.absolute()
+            if show:
+                from data_pipeline.chat.shown import shown_conversations
+
+                job, bad_rows = plan_job(sources, where, options), BadRows(options.skip_bad_rows)
+                shown = list(shown_conversations(job, show, bad_rows))
+            elif train_vocab_size is not None:
+                texts, size = training_text(sources, options)
                 if not overwrite:
                     check_vocabulary(prefix, sources, tokenizer, train_vocab_size)
-                describe(f"training a tokenizer of {train_vocab_size:,} entries")
-                where = trained_tokenizer(
-                    texts, tokenizer.absolute(), train_vocab_size, sources=sources, overwrite=overwrite
+                counted = _counted(texts, train_vocab_size, size, describe)
+                folder = tokenizer.absolute()
+                where = trained_tokenizer(counted, folder, train_vocab_size, sources=sources, overwrite=overwrite)
+            if not show:
+                compared = ", after a comparison of both encoders on a part of it" if encoder == "fast" else ""
+                describe(f"reading and encoding the text{compared}")
+                summary = prepare_data(
+                    sources,
+                    prefix,
+                    where,
+                    options,
+                    workers=workers,
+                    overwrite=overwrite,
+                    progress=lambda progress: describe(words_of(progress)),
+                    notice=log.warning,
+                    dry_run=dry_run,
                 )
-
-            compared = ", after a comparison of both encoders on a part of it" if encoder == "fast" else ""
-            describe(f"reading and encoding the text{compared}")
-            summary = prepare_data(
-                sources,
-                prefix,
-                where,
-                options,
-                workers=workers,
-                overwrite=overwrite,
-                progress=lambda progress: describe(_words_of(progress)),
-                notice=log.warning,
-                dry_run=dry_run,
-            )
     except KeyboardInterrupt:
         log.warning("interrupted; the same command goes on from the text that is encoded already")
         raise typer.Exit(INTERRUPTED_CODE) from None
-    if as_json:
+    if show and as_json:
+        print_json([asdict(conversation) for conversation in shown])
+    elif show:
+        print_conversations(shown)
+        if bad_rows.count:
+            log.warning(f"{plural(bad_rows.count, 'bad row')} left out; the first: {bad_rows.first[0]}")
+    elif as_json:
         print_json(asdict(summary))
     else:
-        _print_summary(summary)
+        print_summary(replace(summary, seconds=time.monotonic() - started))
 
 
-def _words_of(progress: PrepareProgress) -> str:
-    if progress.doing == "counting":
-        return f"counting the documents for --fill-in-the-middle: {progress.documents:,}"
-    if progress.doing == "joining":
-        return f"joining the encoded parts: {progress.parts_done:,} of {progress.part_count:,}"
-    rate = progress.tokens / max(progress.seconds, 1e-9)
-    return f"{progress.documents:,} documents, {progress.tokens:,} tokens, {rate:,.0f} tokens/s"
+def _counted(
+    texts: Iterator[str], vocab_size: int, source_bytes: int | None, describe: Callable[[str], None]
+) -> Iterator[str]:
+    """Yields texts for the training of a tokenizer, and says how many of them have been read."""
+    read = 0
+    for text in texts:
+        read += len(text)
+        share = f", {min(0.99, read / source_bytes):.0%}" if source_bytes else ""
+        describe(f"reading the text to train a tokenizer of {vocab_size:,} entries{share}")
+        yield text
+    describe(f"training a tokenizer of {vocab_size:,} entries on {read / 1e6:,.1f} million characters")
 
 
-def _check_options(chat: bool, train_on: str | None, adds_tokens: bool, train_vocab_size: int | None) -> None:
-    """Raises LaunchError for options that have no meaning together."""
-    if train_on is not None and not chat:
-        raise LaunchError("--train-on says which turns of conversations carry loss: give --chat too, or leave it out")
-    if chat and adds_tokens:
+def _check_only_of_chats(chat: bool, train_on: str | None, chat_date: datetime | None, show: int) -> None:
+    """Raises LaunchError for options of conversations without --chat."""
+    given = {
+        "--train-on says which turns of conversations carry loss": train_on is not None,
+        "--chat-date is for the template of conversations": chat_date is not None,
+        "--show shows conversations and what of them carries loss": show > 0,
+    }
+    for what in (what for what, is_given in given.items() if is_given and not chat):
+        raise LaunchError(f"{what}: give --chat too, or leave it out")
+
+
+def _check_chat(adds_tokens: bool, train_vocab_size: int | None, encoder: str) -> None:
+    """Raises LaunchError for options that have no meaning for conversations."""
+    if adds_tokens:
         raise LaunchError(
             "with --chat the template writes all special tokens: leave out --begin-token and --fill-in-the-middle"
         )
-    if chat and train_vocab_size is not None:
+    if train_vocab_size is not None:
         raise LaunchError(
             "--train-vocab-size trains a tokenizer without a chat template: train it on text first, write a "
             "chat_template.jinja into its folder, and leave the option out with --chat"
         )
-
-
-def _print_summary(summary: PrepareSummary) -> None:
-    from data_pipeline.errors import first_names
-
-    if summary.repeated:
-        names, files = summary.repeated[0], plural(len(summary.repeated), "file")
-        which = f"{first_names(list(dict.fromkeys(names)))} ({len(names)} times)"
-        log.warning(f"{files} read more than once, which counts as more documents: {which}")
-    if summary.discarded_parts:
-        log.info(f"discarded {summary.discarded_parts} parts that an interrupted run had encoded from something else")
-    if summary.dry_run and not summary.reused:
-        size = f", {summary.source_bytes:,} bytes" if summary.source_bytes is not None else ""
-        files = plural(summary.source_count, "source")
-        say(f"dry run: would encode {files}{size} into {summary.output}.bin ({summary.dtype})")
-        return
-    done = "already prepared" if summary.reused else f"prepared in {summary.seconds:.1f} s"
-    counts = f"{summary.document_count:,} documents, {summary.token_count:,} tokens"
-    if summary.skipped_rows:
-        first = f"; the first: {summary.first_skipped[0]}" if summary.first_skipped else ""
-        log.warning(f"{plural(summary.skipped_rows, 'bad row')} left out{first}")
-    say(f"{summary.output}.bin: {counts}, vocabulary {summary.vocab_size:,}, {done}")
+    if encoder == "fast":
+        raise LaunchError("--encoder fast is for text: conversations are encoded by the exact one, leave it out")

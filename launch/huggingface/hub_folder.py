@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from data_pipeline.neighbours import nearest
 from launch.errors import LaunchError
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.huggingface.json_files import CONFIG, read_json
@@ -65,7 +66,8 @@ def _download(hub_id: str, patterns: list[str]) -> Path:
         return Path(snapshot_download(hub_id, allow_patterns=patterns, ignore_patterns=IGNORED))
     except Exception as error:  # network, permission, unknown id: the hub's errors have no common class
         raise LaunchError(
-            f"{hub_id}: there is no folder {Path(hub_id).absolute()}, and the hub did not give it: {_first_line(error)}"
+            f"{hub_id}: there is no folder {Path(hub_id).absolute()}{nearest(Path(hub_id))}, and the hub did not give "
+            f"it: {_first_line(error)}"
         ) from None
 
 

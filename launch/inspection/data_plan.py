@@ -20,7 +20,7 @@ from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.manifest import Manifest, find_latest, read_manifest, step_folders
 from megalite.config import Config
 from megalite.config.batch_stages import BatchSchedule
-from megalite.planner.units import count
+from megalite.planner.units import count, epochs
 
 log = get_logger(__name__)
 
@@ -142,7 +142,7 @@ def plan_table(rows: list[PlannedSource], prefixes: str) -> Table:
         lines.append(
             [
                 row.source or prefixes, str(row.stage), step, token(row.first_token), f"{row.share:.4g}",
-                f"{row.samples:,}", token(row.tokens), f"{row.epochs:,.3f}{limit}", token(row.first_epoch_ends),
+                f"{row.samples:,}", token(row.tokens), f"{epochs(row.epochs)}{limit}", token(row.first_epoch_ends),
                 token(row.max_epochs_reached),
             ]
         )  # fmt: skip

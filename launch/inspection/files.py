@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from data_pipeline.neighbours import nearest
 from launch.errors import LaunchError
 from launch.output import check_local
 from launch.runtime.run_lock import LockHolder, lock_holder
@@ -113,7 +114,7 @@ def check_is_run(folder: Path) -> None:
         return
     check_local_folder(folder)
     if not folder.is_dir():
-        what = "is a file" if folder.exists() else "does not exist"
+        what = "is a file" if folder.exists() else f"does not exist{nearest(folder)}"
         raise LaunchError(f"{folder} {what}: give the folder of a run, its run_dir; `megalite ls FOLDER` lists runs")
     for above in folder.resolve().parents:
         if is_run(above):

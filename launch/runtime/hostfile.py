@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from data_pipeline.neighbours import nearest
 from launch.errors import LaunchError
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -35,8 +36,8 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
         lines = path.read_text().splitlines()
     except FileNotFoundError:
         raise LaunchError(
-            f"hostfile {path} does not exist: name one with lines such as `node1 slots=8`, or use `megalite train` "
-            "for this machine alone"
+            f"hostfile {path} does not exist{nearest(path)}: name one with lines such as `node1 slots=8`, or use "
+            "`megalite train` for this machine alone"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"

@@ -10,7 +10,8 @@ from typing import Any
 
 from data_pipeline.best_fit import BestFitSamples
 from data_pipeline.dataset import PackedSamples, Samples
-from data_pipeline.errors import DataError
+from data_pipeline.errors import DataError, first_names
+from data_pipeline.indexed import IndexedTokens
 from data_pipeline.loader import BatchPlan, TokenBatch, count_valid_targets, global_batch, prefetched_batches
 from data_pipeline.meta import CorpusMeta, read_meta
 from data_pipeline.mix import MixedSamples
@@ -25,6 +26,8 @@ PACKINGS: dict[str, type[PackedSamples] | type[BestFitSamples]] = {
     "concat": PackedSamples,
     "best_fit": BestFitSamples,
 }
+
+SMALL_TEXT = 100_000_000  # tokens; a larger one has documents in every split
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,7 @@ def open_data(config: Config) -> RunData:
     meta = metas.get(config.data.prefixes[0])
     trained = [metas[prefix] for prefix in config.data.prefixes if prefix in metas]
     notices = [samples.notice() for samples in (training, *(one.samples for one in validation))]
+    notices += [_nothing_held_out(config, name, text) for name, text in texts.items()]
     return RunData(
         training,
         validation,
@@ -88,6 +92,20 @@ def open_data(config: Config) -> RunData:
         meta.tokenizer_sha256 if meta else None,
         tuple(notice for notice in notices if notice),
         tuple(dict.fromkeys(meta.end_of_turn_id for meta in trained if meta.train_on)),
+    )
+
+
+def _nothing_held_out(config: Config, name: str, text: Text) -> str | None:
+    """Returns a notice if `data.held_out_fraction` asks for documents of a text that is too small to have any."""
+    paths = config.data.sources[name].path if name else config.data.path or []
+    if not config.data.held_out_fraction or text.token_count > SMALL_TEXT:
+        return None
+    if text.token_count < sum(IndexedTokens(Path(path)).token_count for path in paths):
+        return None
+    of_text = f"source {name}" if name else first_names(paths)
+    return (
+        f"data.held_out_fraction {config.data.held_out_fraction:g} holds out none of the documents of {of_text}, which "
+        "are too few: all are trained on"
     )
 
 

@@ -24,7 +24,7 @@ from megalite.config import Config, ResolvedLayout
 from megalite.planner.cost.adapters import adapter_numbers
 from megalite.planner.cost.shapes import StageShape, parameters, stage_shapes, stages_of
 from megalite.planner.reliability.checkpoints import megalite_bytes_per_parameter
-from megalite.planner.units import about, count, duration, gib, of_stages, plural, seconds
+from megalite.planner.units import about, count, duration, epochs, gib, of_stages, plural, seconds
 
 log = get_logger(__name__)
 Facts = dict[str, Any]
@@ -160,20 +160,20 @@ def _data_lines(data: Facts) -> Lines:
     whole = f"{data['samples']:,} samples, {count(data['tokens'])} tokens"
     if not data["sources"]:
         again = ", each time in another order" if data["epochs"] > 1 else ""
-        return [("data", f"{', '.join(data['paths'])}: {whole}; the run takes {data['epochs']:,.2f} epochs{again}")]
+        return [("data", f"{', '.join(data['paths'])}: {whole}; the run takes {epochs(data['epochs'])} epochs{again}")]
     if len(data["sources"]) > MOST_SOURCES:
-        epochs = [source["epochs"] for source in data["sources"]]
+        each = [source["epochs"] for source in data["sources"]]
         return [
             (
                 "data",
-                f"{len(epochs)} sources: {whole}; the run takes {min(epochs):,.2f} to {max(epochs):,.2f} epochs each",
+                f"{len(each)} sources: {whole}; the run takes {epochs(min(each))} to {epochs(max(each))} epochs each",
             )
         ]
     return [
         (
             "data",
             f"{source['name']}: {source['samples']:,} samples, {count(source['tokens'])} tokens; the run takes "
-            f"{source['epochs']:,.2f} epochs",
+            f"{epochs(source['epochs'])} epochs",
         )
         for source in data["sources"]
     ]

@@ -8,7 +8,9 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -223,10 +225,18 @@ def _unreadable(path: Path, error: OSError) -> str:
         name = without_secrets(override[1])
         return f'"{name}=..." stands where a config is needed: the config comes first, then overrides'
     if isinstance(error, FileNotFoundError):
-        return f"{path.absolute()} does not exist"
+        return f"{path.absolute()} does not exist{_nearest(path)}"
     if isinstance(error, IsADirectoryError):
         return f"{path} is a folder: {_config_of_folder(path)}"
     return f"{path} cannot be read: {error.strerror}"
+
+
+def _nearest(path: Path) -> str:
+    """Returns words about the file that was probably meant by one that does not exist."""
+    with suppress(OSError):
+        if found := get_close_matches(path.name, [one.name for one in path.parent.iterdir()], n=1, cutoff=0.75):
+            return f" (did you mean {path.parent / found[0]}?)"
+    return ""
 
 
 def _config_of_folder(folder: Path) -> str:

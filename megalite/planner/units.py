@@ -105,3 +105,9 @@ def of_stages(texts: Sequence[str]) -> str:
 def plural(number: int, noun: str) -> str:
     """Formats a count with its noun: `1 stage`, `4 stages`."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def epochs(number: float) -> str:
+    """Returns a number of epochs with two digits after the point, or two that are not zero: "1.50", "0.0042"."""
+    digits = 2 if not 0 < number < 0.1 else 1 - math.floor(math.log10(number))
+    return f"{number:,.{digits}f}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from data_pipeline.sources import open_sources
 from data_pipeline.sources.document import refuse_bad_row
 from data_pipeline.tokenizer_reading import load_tokenizer
 from tests.unit.data_pipeline.chat.templates import TEMPLATES, write_tokenizer
+from tests.unit.launch.cli.test_mistakes import command
 
 CHATS = PrepareOptions(append_eos=False, special_tokens="refuse", train_on="all-turns")
 
@@ -78,6 +80,11 @@ def test_a_bad_row_is_named_or_left_out_and_counted(tokenizer: Path, tmp_path: P
     skipping = PrepareOptions(append_eos=False, special_tokens="refuse", train_on="all-turns", skip_bad_rows=True)
     summary = prepare([source], tmp_path / "out", tokenizer, skipping)
     assert (summary.document_count, summary.skipped_rows, len(summary.first_skipped)) == (3, 2, 2)
+    assert summary.left_out is not None and summary.left_out.read_text().splitlines() == summary.first_skipped
+    assert "chats.jsonl, line 2 has str in" in summary.first_skipped[0]
+    tokens = IndexedTokens(tmp_path / "out")
+    assert summary.loss_token_count == int(tokens.read_loss(0, tokens.token_count).sum()) > 0
+    assert prepare([source], tmp_path / "out", tokenizer, skipping).loss_token_count == summary.loss_token_count
     with pytest.raises(DataError, match="none of the 1 rows can be used"):
         prepare([write_rows(tmp_path / "none.jsonl", [forged()])], tmp_path / "none", tokenizer, skipping)
     assert not list(tmp_path.glob("none.[bil]*")) and not list(tmp_path.glob("*.tmp"))
@@ -172,3 +179,40 @@ def test_fields_that_only_other_rows_have_are_no_text(tokenizer: Path, tmp_path:
 
 def user(content: str) -> dict[str, object]:
     return {"role": "user", "content": content}
+
+
+def test_every_row_that_is_left_out_is_listed_with_its_line(
+    tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A list by part had numbers that begin anew in each, and one of another output stayed beside the new one."""
+    monkeypatch.setattr(plan, "_SMALLEST_UNIT", 300)
+    values: list[object] = [row if number % 3 else {"messages": number} for number, row in enumerate(rows(30))]
+    source, skipping = write_rows(tmp_path / "chats.jsonl", values), replace(CHATS, skip_bad_rows=True)
+    summary = prepare([source], tmp_path / "out", tokenizer, skipping, workers=1)
+    assert summary.left_out is not None
+    listed = [int(line.partition(", line ")[2].split()[0]) for line in summary.left_out.read_text().splitlines()]
+    assert listed == list(range(1, 31, 3)) and summary.skipped_rows == 10
+    clean = write_rows(tmp_path / "clean.jsonl", list(rows(3)))
+    assert prepare([clean], tmp_path / "out", tokenizer, skipping, overwrite=True).left_out is None
+    assert not summary.left_out.exists()
+
+
+def test_shown_conversations_are_what_would_be_written(
+    tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A view of its own could show another mask than the one that is trained on."""
+    source = write_rows(tmp_path / "chats.jsonl", [rows(5)[3], {"messages": "hi"}, rows(5)[4]])
+    words = ["prepare", source, "--chat", "-t", str(tokenizer), "-o", str(tmp_path / "out"), "--on-bad-row", "skip"]
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0})
+    code, out, err = command([*words, "--show", "5"], monkeypatch, capfd)
+    assert code in (0, None) and "1 bad row left out" in err and not list(tmp_path.glob("out*"))
+    assert "[[import import import <|im_end|>]]" in out and "2 conversations; what carries loss is in [[ ]]" in out
+    code, shown, _ = command([*words, "--show", "5", "--json"], monkeypatch, capfd)
+    runs = [run for one in json.loads(shown) for run in one["runs"]]
+    assert command(words, monkeypatch, capfd)[0] in (0, None)
+    tokens, loaded = IndexedTokens(tmp_path / "out"), load_tokenizer(tokenizer / "tokenizer.json")
+    ids, loss = tokens.read(0, tokens.token_count).tolist(), tokens.read_loss(0, tokens.token_count).tolist()
+    assert [run["has_loss"] for run in runs for _ in run["tokens"]] == loss
+    assert [text for run in runs for text in run["tokens"]] == [
+        loaded.decode([number], skip_special_tokens=False) for number in ids
+    ]

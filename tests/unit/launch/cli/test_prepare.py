@@ -7,11 +7,12 @@ import errno
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from data_pipeline.prepare.prepare import PrepareProgress
-from launch.cli.prepare import _words_of
+from launch.cli.prepare_words import words_of
 from tests.unit.launch.cli.test_mistakes import command
 
 USUAL = ["prepare", "corpus", "-t", "tok", "-o", "data/mine", "--train-vocab-size", "300"]
@@ -161,7 +162,10 @@ def test_bad_rows_and_repeated_files_are_said(
     words = ["prepare", "bad.jsonl", "./bad.jsonl", "-t", "tok", "-o", "data/bad", "--on-bad-row", "skip"]
     code, out, err = run(words, monkeypatch, capfd)
     assert code == 0 and "2 documents" in out
-    assert "2 bad rows left out; the first: bad.jsonl, line 2 has no field 'text' (it has 'body')" in err
+    assert (
+        "2 bad rows left out, listed in data/bad.left_out.txt; the first: bad.jsonl, line 2 has no field 'text' (it"
+        in err
+    )
     assert "1 file read more than once, which counts as more documents: bad.jsonl (2 times)" in err
     summary = json.loads(run([*words, "--json"], monkeypatch, capfd)[1])
     assert (summary["reused"], summary["skipped_rows"], summary["repeated"]) == (True, 2, [["bad.jsonl", "bad.jsonl"]])
@@ -180,16 +184,58 @@ def test_a_full_disk_is_one_sentence_and_the_same_command_goes_on(
     with monkeypatch.context() as patch:
         patch.setattr("data_pipeline.indexed.IndexedWriter._write_index", full)
         code, out, err = run(USUAL, monkeypatch, capfd)
-    assert (code, out) == (2, "") and err == "megalite: error: data/mine.bin: the disk is full: free some space\n"
+    assert (code, out) == (2, "") and err == (
+        "megalite: error: data/mine.bin: the disk is full: free some space and give the same command, which goes on: "
+        "finished parts are kept\n"
+    )
     code, out, _ = run([*USUAL, "--json"], monkeypatch, capfd)
     assert code == 0 and json.loads(out)["resumed_parts"] == 1
 
 
 def test_the_words_of_progress_say_what_is_being_done() -> None:
     """Counting for hours was "0 tokens, 0 tokens/s", and joining began at none of the documents again."""
-    told = [_words_of(PrepareProgress(doing, 1, 2, 1234, 5000, 2.5)) for doing in ("counting", "encoding", "joining")]
+    done = (1, 2, 1234, 5000, 2.5, 0.25, 1200.0)
+    told = [words_of(PrepareProgress(doing, *done)) for doing in ("counting", "encoding", "joining")]
     assert told == [
-        "counting the documents for --fill-in-the-middle: 1,234",
-        "1,234 documents, 5,000 tokens, 2,000 tokens/s",
+        "counting the documents for --fill-in-the-middle: 1,234 (25%, about 20 min left)",
+        "25%, about 20 min left: 1,234 documents, 5,000 tokens, 2,000 tokens/s",
         "joining the encoded parts: 1 of 2",
     ]
+
+
+def test_text_that_has_no_room_is_said_before_it_is_encoded(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=20_000))
+    monkeypatch.setattr("data_pipeline.prepare.joining._check_space", lambda *_: None)
+    _, _, err = run(USUAL, monkeypatch, capfd)
+    assert (
+        "whose tokens take about 0.00 GB more until they are joined" in err and "where data/mine is: free some" in err
+    )
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=10**9))
+    assert run([*USUAL[:5], "data/other", *USUAL[6:]], monkeypatch, capfd)[2] == ""
+
+
+def test_what_was_probably_meant_is_named(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """`python_stdlb` beside `python_stdlib` only did not exist; a wrong folder above hides the file as well."""
+    (workplace / "chats.jsonl").write_text('{"conversations": []}\n')
+    (workplace / "runs").mkdir()
+    (workplace / "nomix.yaml").touch()
+    assert (
+        run(["prepare", "corpus/b.md", "-t", "tok", "-o", "y", "--train-vocab-size", "300"], monkeypatch, capfd)[0] == 0
+    )
+    for words, says in {
+        "prepare corpus/a.json -t tok -o x": "source corpus/a.json does not exist (did you mean corpus/a.jsonl?)",
+        "prepare corpsu/a.jsonl -t tok -o x": "source corpsu/a.jsonl does not exist (did you mean corpus?)",
+        "prepare python-stdlb -t tok -o x": "does not exist (did you mean python-stdlib?)",
+        "prepare chats.jsonl -t tok -o x": "(it has 'conversations'): these are conversations, give --chat, or name",
+        "prepare chats.jsonl --show 1 -t tok -o x": "--show shows conversations and what of them carries loss: give",
+        "config show nomix.yml": "nomix.yml does not exist (did you mean nomix.yaml?)",
+        "ls rnus": "rnus does not exist (did you mean runs?)",
+        "status rnus/one": "rnus/one does not exist (did you mean runs?)",
+        "checkpoint ls rns": "there is no such folder (did you mean runs?)",
+    }.items():
+        code, _, err = run(words.split(), monkeypatch, capfd)
+        assert code == 2 and says in err, err

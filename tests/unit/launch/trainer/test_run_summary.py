@@ -31,6 +31,15 @@ from megalite.planner.cost.shapes import parameters
 from tests.unit.launch.cli.test_mistakes import own_checkpoint
 
 
+def test_a_fraction_that_holds_out_nothing_is_said(tiny: dict[str, Any]) -> None:
+    """A hundredth of 150 conversations was none of them, and silently all were trained on."""
+    tiny["training"]["evaluation"] = {"interval": 0}
+    for fraction, is_said in ((1e-9, True), (0.3, False), (0.0, False)):
+        tiny["data"]["held_out_fraction"] = fraction
+        notices = open_data(Config.model_validate(tiny)).notices
+        assert any("holds out none of the documents of" in notice for notice in notices) == is_said, fraction
+
+
 def test_facts_are_those_of_the_run(tiny: dict[str, Any]) -> None:
     tiny["parallel"] = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
     tiny["training"]["steps"] = 1000

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from megalite.planner.units import about, count, digits, duration, gib, percent, plain, plural, seconds
+from megalite.planner.units import about, count, digits, duration, epochs, gib, percent, plain, plural, seconds
 
 
 @pytest.mark.parametrize(
@@ -54,6 +54,10 @@ from megalite.planner.units import about, count, digits, duration, gib, percent,
         (count, 1.234e6, "1.23 M"),
         (count, 4.05e11, "405 G"),
         (count, 999.6e6, "1,000 M"),
+        (epochs, 0, "0.00"),
+        (epochs, 0.0042, "0.0042"),
+        (epochs, 0.0999, "0.100"),
+        (epochs, 1.5, "1.50"),
     ],
 )
 def test_numbers_are_for_people(words: Callable[[float], str], value: float, text: str) -> None:
