@@ -14,7 +14,6 @@ from data_pipeline.dataset import PackedSamples, Sample
 from data_pipeline.errors import DataError
 from data_pipeline.indexed import IndexedTokens, IndexedWriter
 from data_pipeline.loader import IGNORED_TARGET, BatchPlan, global_batch
-from data_pipeline.loss_file import LossWriter
 from data_pipeline.packing_plan import PackingPlan, PackingRequest, write_plan
 from data_pipeline.stream import Split, is_held_out
 from tests.helpers.small_corpora import SMALL_CORPORA, SmallCorpora
@@ -168,10 +167,9 @@ def test_much_padding_is_said_and_an_id_outside_the_vocabulary_refused(write_cor
     notice = samples_of([prefix], 15).notice()
     assert notice is not None and notice.startswith("43.8% of the train split's samples is padding")
     assert "or data.packing concat, wastes less" in notice
-    chats = write_corpus([[1] * 9] * 10, "chats")
-    with LossWriter(chats) as mask:
-        mask.append(np.ones(90, dtype=np.uint8))
-    notice = samples_of([chats], 15).notice()  # concat refuses conversations that must stay whole
+    chats = samples_of([prefix], 15)
+    chats.has_loss_mask = True  # concat refuses conversations that must stay whole
+    notice = chats.notice()
     assert notice is not None and "concat" not in notice and notice.endswith("another sequence_length wastes less")
     give_meta(prefix, vocab_size=1)
     with pytest.raises(DataError, match="was written for another index"):  # give_meta writes a wrong digest
