@@ -20,7 +20,7 @@ from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if __name__ == "__main__":
     if sys.path[0] == str(Path(__file__).resolve().parent):
@@ -29,8 +29,10 @@ if __name__ == "__main__":
 
     notice = exclude_current_folder()
     from launch.runtime.logs import configure_logging, get_logger
+    from launch.runtime.start_witness import witness
     from megalite.resilience.signals import take_signals
 
+    witness.begin(os.environ)
     configure_logging()
     if notice is not None and os.environ.get("LOCAL_RANK", "0") == "0":
         get_logger("launch.train").warning(notice)
@@ -50,9 +52,11 @@ from launch.errors import (
 from launch.runtime.console import Console, outlive_readers
 from launch.runtime.devices import Device
 from launch.runtime.logs import configure_logging, get_logger
+from launch.runtime.printing import say
 from launch.runtime.processes import end_with_parent
 from launch.runtime.rank_environment import ATTEMPT, Rank, take_private_environment, this_rank, waiting_hint
 from launch.runtime.rank_process import be_deterministic, choose_interface, is_unsupervised, run_to_the_end, tell_once
+from launch.runtime.start_witness import witness
 from launch.runtime.startup_progress import StartupProgress
 from launch.trainer.attention_words import attention_in_words
 from launch.trainer.checkpoint_hooks import CheckpointHooks, manifest_maker
@@ -84,6 +88,7 @@ from megalite.training.state import SaveFailed, TrainingInterrupted, TrainingPre
 
 if TYPE_CHECKING:
     from megalite.engine.engine import Engine
+    from megalite.engine.start_failures import StartFailure
 
 log = get_logger("launch.train")  # as a script this module is named __main__
 PROCESS_START_TIME = time.monotonic()
@@ -105,6 +110,7 @@ ENDINGS: dict[type[Exception], tuple[int, str]] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one rank and returns its exit code. User errors are printed as one line on stderr, once per host."""
+    witness.begin(os.environ)
     forbid_writing_by_all()
     ensure_home()
     console = outlive_readers()
@@ -117,6 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     code = _load_and_run(arguments, console, exit_stack)
     # not closed on an unexpected exception: the heartbeat is left stale on purpose, so that the supervisor notices
     exit_stack.close()
+    witness.end()
     return code
 
 
@@ -128,6 +135,7 @@ def _load_and_run(arguments: Sequence[str], console: Console, exit_stack: ExitSt
         rank = this_rank()
         if rank is None:
             raise LaunchError("launch.train is one rank of a run: start it with deepspeed or torchrun, or use megalite")
+        witness.update(os.environ)
         configure_logging(rank=rank.rank)
         flags, arguments = split_flags(arguments)
         signals = take_signals()
@@ -136,13 +144,15 @@ def _load_and_run(arguments: Sequence[str], console: Console, exit_stack: ExitSt
             raise LaunchError("no config is given: name a YAML file, as in launch/train.py configs/quickstart.yaml")
         config = load_run_config(Path(arguments[0]), arguments[1:])
         choose_interface(os.environ, rank, config.launch.interface)
+        witness.update(os.environ)  # with an address of rank 0 that is this host's own
         _keep_console(console, config, rank)
         with StartupProgress(rank, PROCESS_START_TIME) as progress:
             run(config, rank, exit_stack, progress, flags)
     except USER_ERRORS as error:
-        tell_once("\nmegalite: error: ".join(sentences_of(error)), rank)
         may_pass = isinstance(error, StorageError) and not error.is_lasting
-        return FAILED_CODE if may_pass else USER_ERROR_CODE
+        return _fail(
+            "\nmegalite: error: ".join(sentences_of(error)), rank, FAILED_CODE if may_pass else USER_ERROR_CODE
+        )
     except (TrainingStopped, TrainingPreempted, SaveFailed) as error:
         code, ending = ENDINGS[type(error)]
         if rank is not None and rank.rank == 0:
@@ -151,14 +161,33 @@ def _load_and_run(arguments: Sequence[str], console: Console, exit_stack: ExitSt
         leave_together()
         return code
     except (MessageRefused, RendezvousFailed) as error:
-        tell_once(str(error), rank)
-        return FAILED_CODE
+        return _fail(str(error), rank)
     except OSError as error:
         if error.errno not in NO_ROOM:
             raise
-        tell_once(f"{error.filename or 'a disk that the run writes to'}: {NO_ROOM[error.errno]}: free some space", rank)
-        return FAILED_CODE
+        where = error.filename or "a disk that the run writes to"
+        return _fail(f"{where}: {NO_ROOM[error.errno]}: free some space", rank)
+    except Exception as error:
+        witness.fail(FAILED_CODE, f"{type(error).__name__}: {error}")
+        raise
     return 0
+
+
+def _fail(sentence: str, rank: Rank | None, code: int = FAILED_CODE) -> int:
+    """Tells the ranks of other hosts, and the user, why this rank fails; returns its exit code."""
+    witness.fail(code, sentence)
+    tell_once(sentence, rank)
+    return code
+
+
+def _end_with(failure: StartFailure, is_heard: Callable[[], bool], rank: Rank) -> NoReturn:
+    """Ends this process, from any thread, because another rank has failed."""
+    if rank.local_rank == 0 and not witness.has_told:
+        say(f"megalite: error: rank {failure.rank} on {failure.host}: {failure.text}", file=sys.stderr, flush=True)
+    if rank.rank == 0 and not is_heard():  # its witness serves those that come later
+        witness.fail(failure.code, failure.text, of=(failure.rank, failure.host))
+    witness.end()
+    os._exit(failure.code)
 
 
 def _keep_console(console: Console, config: Config, rank: Rank) -> None:
@@ -264,7 +293,10 @@ def _join(config: Config, rank: Rank, progress: StartupProgress) -> Device:
     def announce(sentence: Callable[[], str]) -> None:
         progress.begin_waiting(lambda: sentence() + hint, WAITING_AGAIN_S, on_each_host=True)
 
-    rendezvous = Rendezvous(timeout, announce) if rank.world_size > 1 else None
+    rendezvous = None
+    if rank.world_size > 1:
+        rendezvous = Rendezvous(timeout, announce, end=partial(_end_with, rank=rank))
+        progress.at_first_step += [rendezvous.close, witness.end]
     progress.begin("connecting all ranks" if rendezvous is not None else "preparing the device")
     kind = start_distributed(rank.local_rank, timeout, rendezvous).type
     if rendezvous is not None:

@@ -34,6 +34,8 @@ KILL_S = 30.0  # timeout of a kill request; the agent gives the kernel 20 s
 KILLED_CODE = 128 + signal.SIGKILL
 SSH_FAILED = 255
 LEAVE_S = 5.0  # for ranks to end by themselves after their launcher has
+GONE_S = 15.0  # without a process of the attempt on a host, which is time for its last rank to tell the others why
+ABSENT_S = 60.0  # for the first process of the attempt on a host, when others have ranks
 RESEND_S = 2.0  # between two signals to the ranks, for those that have just been started
 
 
@@ -54,9 +56,13 @@ class HostMonitor:
         self._connections, self._guard, self._reconnect, self._lease_s = connections, guard, reconnect, lease_s
         # host -> process id of a rank that is stopped -> its number, and time.monotonic when that was first seen
         self._stopped: dict[str, dict[int, tuple[int, float]]] = {name: {} for name in connections}
+        # host -> number of ranks there, and since when it has no process of the attempt; None: it has some
+        self._ranks = dict.fromkeys(connections, 0)
+        self._empty_since: dict[str, float | None] = {}
         self._is_over = threading.Event()
 
     def __enter__(self) -> Self:
+        self._empty_since = dict.fromkeys(self._connections, time.monotonic() + ABSENT_S - GONE_S)
         for name in self._connections:
             threading.Thread(target=self._poll, args=(name,), daemon=True).start()
         return self
@@ -74,6 +80,14 @@ class HostMonitor:
             for process, (rank, since) in self._stopped[name].items():
                 if now - since > STOPPED_S:
                     return name, f"rank {rank} (process {process} on {name}) has been stopped for {now - since:.0f} s"
+        return None
+
+    def left_alone(self) -> tuple[str, str] | None:
+        """Returns a host where the attempt has no process while others have ranks, and a sentence; None if none is."""
+        now = time.monotonic()
+        for name, since in self._empty_since.items():
+            if since is not None and now - since > GONE_S and any(self._ranks.values()):
+                return name, f"no process of the run is left on {name}, for which the ranks of other hosts wait"
         return None
 
     def lost(self) -> list[str]:
@@ -118,6 +132,11 @@ class HostMonitor:
                     connection.ask("guard", timeout_s=self._lease_s, **self._guard)
                     self._connections[name] = connection
                 answer, now = connection.ask("ranks", timeout_s=self._lease_s), time.monotonic()
+                self._ranks[name] = len(answer["ranks"])
+                if answer["processes"]:
+                    self._empty_since[name] = None
+                elif self._empty_since[name] is None:
+                    self._empty_since[name] = now
                 seen = self._stopped[name]
                 stopped = {one["process"]: one["rank"] for one in answer["ranks"] if one["state"] == "T"}
                 self._stopped[name] = {pid: (rank, seen.get(pid, (rank, now))[1]) for pid, rank in stopped.items()}
@@ -133,11 +152,13 @@ class HostsAttempt:
         monitor: HostMonitor,
         grace_s: float,
         stale_reason: Callable[[], str | None],
+        has_started: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`stale_reason` returns what is wrong with the heartbeats of the ranks, None if nothing is."""
+        """`stale_reason` returns what is wrong with the heartbeats of the ranks, None if nothing is. Until
+        `has_started`, ranks of one host wait for those of another; later they notice by themselves that it is gone."""
         self._command = python_command(REAPER, "0", *command)
         self._environment, self._monitor, self._grace_s = environment, monitor, grace_s
-        self._stale_reason = stale_reason
+        self._stale_reason, self._has_started = stale_reason, has_started
         self._stop = StopRequest(grace_s)
         self._signalled_at = 0.0
 
@@ -152,6 +173,7 @@ class HostsAttempt:
 
     def _wait(self, tree: ProcessTree, signals: StopSignals) -> AttemptEnd | None:
         """Waits until there is a reason to end the command; returns None if it has ended by itself."""
+        has_started = False
         while tree.process.poll() is None:
             time.sleep(TICK_S)
             tree.reap_zombies()
@@ -162,7 +184,11 @@ class HostsAttempt:
                 return AttemptEnd(exit_code_for(self._stop.first))
             if time.monotonic() > self._stop.deadline:
                 return AttemptEnd(KILLED_CODE)
-            if (problem := self._monitor.problem()) is not None:
+            problem = self._monitor.problem()
+            if problem is None and not has_started and (problem := self._monitor.left_alone()) is not None:
+                has_started = self._has_started()
+                problem = None if has_started else problem
+            if problem is not None:
                 host, reason = problem
                 return AttemptEnd(KILLED_CODE, reason, {"fault_on": host})
             if (stale := self._stale_reason()) is not None:

@@ -55,6 +55,7 @@ from launch.runtime.logs import get_logger
 from launch.runtime.processes import StopSignals
 from launch.runtime.rank_environment import ATTEMPT, PRIVATE
 from launch.supervision.liveness import HeartbeatMonitor
+from launch.supervision.run_outcome import RunFolder
 from launch.supervision.supervisor import AttemptEnd, Policy, Supervisor, sleep
 from launch.trainer.run_folder import make_run_folder
 from launch.trainer.start_flags import NO_FLAGS, StartFlags
@@ -292,7 +293,9 @@ class HostsSupervisor(Supervisor):
                 world_size=sum(one.slots for one in assignment.hosts),
             ) as heartbeats,
         ):
-            ended = HostsAttempt(command, environment, monitor, self._policy.grace_s, heartbeats.reason).run(signals)
+            ended = HostsAttempt(
+                command, environment, monitor, self._policy.grace_s, heartbeats.reason, self._has_started
+            ).run(signals)
             lost = monitor.lost()
         shutil.rmtree(folder, ignore_errors=True)
         self._connections |= connections  # the monitor may have reconnected
@@ -304,6 +307,11 @@ class HostsSupervisor(Supervisor):
         self._stuck |= set(ended.facts.get("stuck", []))
         facts = {"id": attempt, "hosts": {host.name: host.slots for host in assignment.hosts}, "lost": lost}
         return replace(ended, facts=facts | ended.facts)
+
+    def _has_started(self) -> bool:
+        """Returns whether the ranks of this attempt have met; true if the run's folder does not tell."""
+        now = RunFolder.read(self._run_dir)
+        return now is None or now.has_new_session(self._folder)
 
     def _command(self, assignment: HostAssignment, shown: dict[str, str], folder: Path) -> list[str]:
         """Writes the files of the launcher and returns its command line; `shown` are variables that all may see."""

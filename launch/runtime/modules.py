@@ -13,6 +13,7 @@ import launch
 RANK = "launch.train"
 COMMAND_LINE = "launch"
 REAPER = "launch.supervision.reaper"
+START_WITNESS = "launch.runtime.start_witness"
 EXPORT_PROCESS = "launch.trainer.export_process"
 BANDWIDTH_RANK = "launch.cluster.doctor.bandwidth_rank"
 RAY_DRIVER = "launch.backends.ray"

@@ -19,8 +19,8 @@ from launch.errors import LaunchError
 from launch.runtime.devices import gpu_count
 from launch.runtime.local_ranks import free_port
 from megalite.checkpoint.small_files import UnsafeFile, read_small_file
+from megalite.engine.meeting_place import ATTEMPT as ATTEMPT
 
-ATTEMPT = "MEGALITE_ATTEMPT"  # the name of a supervised attempt, in the environment of its ranks
 Environment = Mapping[str, str]
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 PRIVATE = "MEGALITE_PRIVATE_ENVIRONMENT"  # names a file with variables that must not appear on command lines

@@ -17,6 +17,7 @@ import psutil
 from launch.errors import LaunchError
 from launch.runtime.printing import print_exception, say
 from launch.runtime.rank_environment import ATTEMPT, Rank
+from launch.runtime.start_witness import witness
 from megalite.engine.meeting_place import is_loopback_address, is_served, use_loopback
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -50,6 +51,7 @@ def run_to_the_end(main: Callable[[], int]) -> NoReturn:
         code = main()
     except Exception:
         print_exception(*sys.exc_info())
+        witness.end()  # which has been told why
     for step in (threading._shutdown, atexit._run_exitfuncs, _flush):  # type: ignore[attr-defined]
         try:
             step()

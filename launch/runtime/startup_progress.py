@@ -27,6 +27,7 @@ class StartupProgress(Observer):
 
     def __init__(self, rank: Rank, process_began: float) -> None:
         """`process_began` is a reading of `time.monotonic`."""
+        self.at_first_step: list[Callable[[], None]] = []  # called once, when that step has ended
         self._rank, self._said_at = rank, process_began
         self._doing: Callable[[], str] | None = None
         self._every_s = SILENCE_S
@@ -50,7 +51,9 @@ class StartupProgress(Observer):
         self._set(sentence, every_s, on_each_host)
 
     def on_step(self, record: dict[str, Any]) -> None:
-        self._is_over.set()
+        self.close()
+        while self.at_first_step:
+            self.at_first_step.pop()()
 
     def close(self) -> None:
         self._is_over.set()

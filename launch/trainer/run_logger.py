@@ -37,12 +37,12 @@ class RunLogger(Observer):
     """
 
     def __init__(self, setup: RunSetup, prediction: PredictionTracker, *others: Observer) -> None:
-        """`others` are told first, on rank 0."""
+        """`others` are told first, and on ranks above 0 alone."""
         self._others, self._setup, self._config, self.prediction = others, setup, setup.config, prediction
         self._is_rank_zero = setup.rank.rank == 0
         self._nonfatal = Nonfatal(self.log_notice if self._is_rank_zero else log.warning)
         self._events = EventLog(self._config.run_dir / EVENTS)
-        self._observers: list[Observer] = []
+        self._observers: list[Observer] = list(others)
         self._length_is_told = False
         self.outcome: dict[str, Any] = {"finished": False}
 

@@ -27,6 +27,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 FOLDER = "MEGALITE_RENDEZVOUS"  # environment variable of ranks on one host: the private folder where they meet
+ATTEMPT = "MEGALITE_ATTEMPT"  # environment variable of supervised ranks: the name of their attempt
 SECRET = "MEGALITE_ATTEMPT_SECRET"  # environment variable of ranks on several hosts: what they prove to know
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # "True" where torchrun's own process serves the store of the ranks
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"

@@ -20,7 +20,7 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
-from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store
 from torch.distributed import DistError
 
 from megalite.engine.errors import RendezvousFailed
@@ -31,9 +31,10 @@ from megalite.engine.meeting_place import (
     is_loopback_address,
     is_private,
     is_served,
-    listen,
     use_loopback,
 )
+from megalite.engine.meeting_store import join, serve
+from megalite.engine.start_failures import CHALLENGE, End, FailureWatch
 from megalite.planner.units import plural
 
 log = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ RENEWAL_S = 0.2  # between two notes of a rank that has come
 REFUSAL_S = 1.0  # that rank 0, which serves the store, stays for the others to read that a rank is refused
 NAMED = 8  # missing ranks that are listed one by one
 COME, JOINED = "come", "joined"
-CHALLENGE, VERDICT = "megalite/challenge", "megalite/verdict"  # keys of rank 0
+VERDICT = "megalite/verdict"  # key of rank 0
 ALL_PROVEN, REFUSED = "all", "refused"
 
 
@@ -62,15 +63,18 @@ class Rendezvous:
         timeout: timedelta,
         announce: Callable[[Callable[[], str]], None] = lambda sentence: None,
         environment: MutableMapping[str, str] = os.environ,
+        end: End | None = None,
     ) -> None:
         """Returns once this rank has come, and on rank 0 once all ranks have. Raises RendezvousFailed.
 
         Reads the variables that torch reads: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; and those of our own
         launchers: the folder where ranks of one host meet, and the secret of this attempt, which is removed from
-        `environment`. `announce` takes a function that says at any later moment what this rank waits for.
+        `environment`. `announce` takes a function that says at any later moment what this rank waits for. `end` is
+        called in a thread when another rank has failed, until `close`; it is to end this process.
         """
         self.rank, self.world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-        self._has_joined, self._announce = threading.Event(), announce
+        self._has_joined, self._announce, self._end = threading.Event(), announce, end
+        self._watch: FailureWatch | None = None
         self.secret: SharedSecret | None = None
         is_by_torchrun = is_served(environment)
         secret, folder = environment.pop(SECRET, ""), environment.get(FOLDER)
@@ -90,7 +94,7 @@ class Rendezvous:
             name = "torch" if self.secret is None else self.secret.proof("process group")
             self.store = PrefixStore(name, self._notes)  # which torch keeps, and rank 0's server with it
             self.store.set_timeout(timeout)
-            self._notes = self._notes.clone()  # type: ignore[attr-defined]  # not in torch's stubs
+            self._notes = self._watch.store if self._watch is not None else _clone(self._notes)
         except (DistError, OSError) as error:
             raise RendezvousFailed(self._reason(error)) from None
 
@@ -107,9 +111,11 @@ class Rendezvous:
     def _meet_over_tcp(self, address: str, port: int, timeout: timedelta, secret: str, *, is_by_torchrun: bool) -> None:
         self._announce(lambda: f"rank {self.rank} of {self.world_size} waits for rank 0 {self.place}")
         if self.rank == 0 and not is_by_torchrun:
-            self._notes = _serve(address, port, timeout)
+            self._notes = serve(address, port, timeout)
         else:
-            self._notes = TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
+            self._notes = join(address, port, timeout, timeout.total_seconds())
+        if self._end is not None:
+            self._watch = FailureWatch(_clone(self._notes), self.rank, self.world_size, secret, self._end)
         if not is_by_torchrun:
             return self._prove_and_come(timeout, secret)
         self._forget_before()
@@ -188,6 +194,11 @@ class Rendezvous:
         if milestone == JOINED:
             self._has_joined.set()
 
+    def close(self) -> None:
+        """Stops looking for failures of other ranks, because the run has started."""
+        if self._watch is not None:
+            self._watch.close()
+
     def _renew(self) -> None:
         """Notes again and again that this rank has come, as rank 0 may come after it, until all ranks have joined."""
         with suppress(DistError):  # the store has ended, which the main thread notices by itself
@@ -240,19 +251,9 @@ class Rendezvous:
         return f"rank {self.rank} of {self.world_size} cannot reach rank 0 {self.place}: {text.splitlines()[0]}"
 
 
-def _serve(address: str, port: int, timeout: timedelta) -> TCPStore:
-    """Starts rank 0's store, on one address of this host if `address` stands for one."""
-    listener = listen(address, port)
-    if listener is None:
-        log.warning(
-            f"rank 0 waits for the others on all interfaces of its host, port {port}, because they may know {address} "
-            "by another address than this host does: launch.interface names one interface"
-        )
-        return TCPStore(address, port, is_master=True, timeout=timeout, wait_for_workers=False)
-    own, port = listener.getsockname()[:2]
-    return TCPStore(
-        own, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
+def _clone(store: Store) -> Store:
+    """Returns a connection of its own to the same store."""
+    return store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
 
 
 def _key(milestone: str, rank: int) -> str:

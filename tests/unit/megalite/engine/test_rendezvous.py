@@ -17,7 +17,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from launch.runtime.local_ranks import free_port
-from megalite.engine import rendezvous
+from megalite.engine import meeting_store, rendezvous
 from megalite.engine.errors import RendezvousFailed
 from megalite.engine.meeting_place import FOLDER, SECRET, new_secret
 from megalite.engine.rendezvous import JOINED, Rendezvous
@@ -233,7 +233,7 @@ def test_a_store_listens_on_the_address_where_the_ranks_meet(
     first = meet(0, port, world_size=2, MASTER_ADDR="127.0.0.2")
     assert other.result() and listening(port) == {"127.0.0.2"} and not caplog.records
     del first
-    monkeypatch.setattr(rendezvous, "listen", lambda address, port: None)
+    monkeypatch.setattr(meeting_store, "listen", lambda address, port: None)
     port = free_port()
     other = threads.submit(meet, 1, port, world_size=2)
     first = meet(0, port, world_size=2)

@@ -1,0 +1,151 @@
+"""A small process beside a rank, until the first step, that tells the ranks of other hosts when its rank has failed.
+
+A rank that is killed, runs out of memory or lacks a package cannot tell anybody, and not every launcher of several
+hosts notices. Its witness sees that the pipe between them is closed, and leaves the failure where the ranks meet
+(megalite/engine/start_failures.py). It imports torch only then, and nothing of ours before that a rank may lack.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import IO, Any
+
+from launch.runtime.modules import START_WITNESS, python_command
+from megalite.engine.meeting_place import ATTEMPT, FOLDER
+
+# by these a supervisor knows a rank (launch/cluster/ssh/agent.py), which a witness is not
+NUMBERS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
+SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "PET_NNODES")
+LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+RESTARTS, MOST_RESTARTS = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"
+PATIENCE_S = 60.0  # for the ranks of other hosts to hear of a failure
+SILENT_S = 2.0  # by which a rank that says why it fails is ahead of those that a launcher then ends
+LEAVE_S = 5.0  # for a witness that is not needed any more to end
+KILLED = "its process was ended, by a signal or because memory ran out: its own output and `dmesg` may say why"
+
+
+class StartWitness:
+    """The witness of this process, if other hosts may have ranks of the same run."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self.has_told = False  # that this rank fails
+
+    def begin(self, environment: Mapping[str, str]) -> None:
+        """Starts the witness, once, unless the variables say that all ranks are on this host or torchrun restarts."""
+        if self._process is not None or not _may_be_missed(environment):
+            return
+        own = {name: value for name, value in environment.items() if name not in NUMBERS}
+        try:
+            self._process = subprocess.Popen(
+                python_command(START_WITNESS),
+                env=own | {"TORCH_CPP_LOG_LEVEL": "FATAL"},
+                stdin=subprocess.PIPE,
+                # open, so that ssh waits for the witness; `megalite launch` knows the processes of an attempt otherwise
+                stdout=subprocess.DEVNULL if ATTEMPT in environment else None,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        except OSError:  # no process or no memory: the run itself may still start
+            return
+        os.register_at_fork(after_in_child=self._close_pipe)  # else a forked child would keep it open
+        sys.excepthook = self._tell_exception  # of imports: a package is missing here
+        self.update(environment)
+
+    def update(self, environment: Mapping[str, str]) -> None:
+        """Tells the witness the variables that say where the ranks meet."""
+        self._send({"environment": dict(environment)})
+
+    def fail(self, code: int, text: str, of: tuple[int, str] | None = None) -> None:
+        """Tells the witness why this rank ends; `of` names the rank and the host that have failed, if not this one."""
+        if not self.has_told:
+            self.has_told = True
+            self._send({"code": code, "text": text, "of": of})
+
+    def end(self) -> None:
+        """Waits until a failure is told, or lets the witness end without a word."""
+        if self._process is None:
+            return
+        if not self.has_told:
+            self._send({})
+        self._close_pipe()
+        try:
+            self._process.wait(PATIENCE_S + LEAVE_S if self.has_told else LEAVE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+        self._process = None
+
+    def _tell_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        self.fail(1, f"{kind.__name__}: {error}")
+        sys.__excepthook__(kind, error, trace)
+        self.end()
+
+    def _send(self, message: dict[str, Any]) -> None:
+        if self._process is not None and self._process.stdin is not None and not self._process.stdin.closed:
+            try:
+                self._process.stdin.write(json.dumps(message).encode() + b"\n")
+                self._process.stdin.flush()
+            except OSError:  # it was killed
+                self._close_pipe()
+
+    def _close_pipe(self) -> None:
+        if self._process is not None and self._process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
+
+
+def _may_be_missed(environment: Mapping[str, str]) -> bool:
+    """Returns whether other hosts may wait for this rank when it has failed, and nobody starts it again."""
+    size = next((environment[name] for name in SIZES if name in environment), "1")
+    local_size = next((environment[name] for name in LOCAL_SIZES if name in environment), "")
+    is_restarted = RESTARTS in environment and environment[RESTARTS] != environment.get(MOST_RESTARTS, "0")
+    return FOLDER not in environment and size not in ("1", local_size) and not is_restarted
+
+
+def main(messages: IO[str]) -> None:
+    """Reads what the rank says, to the end of the rank, and tells its failure."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)  # of a launcher that ends what is left of a host
+    failure: dict[str, Any] = {"code": 1, "text": KILLED, "of": None}
+    for line in messages:
+        message = json.loads(line)
+        if "environment" in message:
+            os.environ.update(message["environment"])
+        elif message:
+            failure = message
+            break
+        else:
+            return
+    else:
+        time.sleep(SILENT_S)
+    _tell(failure)
+
+
+def _tell(failure: dict[str, Any]) -> None:
+    try:
+        from launch.runtime.rank_environment import take_private_environment, this_rank
+
+        take_private_environment(os.environ)  # as the rank, which may have failed before
+        this_rank()
+    except Exception:  # a package is missing; most launchers have set what torch reads
+        pass
+    from megalite.engine.start_failures import StartFailure, note_failure
+
+    if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        rank, host = failure["of"] or (int(os.environ["RANK"]), socket.gethostname())
+        note_failure(StartFailure(rank, host, failure["code"], failure["text"]), os.environ, PATIENCE_S)
+
+
+witness = StartWitness()
+
+if __name__ == "__main__":
+    main(sys.stdin)
