@@ -168,9 +168,23 @@ def _load_and_run(arguments: Sequence[str], console: Console, exit_stack: ExitSt
         where = error.filename or "a disk that the run writes to"
         return _fail(f"{where}: {NO_ROOM[error.errno]}: free some space", rank)
     except Exception as error:
+        if (lost := _lost_rank(error)) and rank is not None:  # which tells the others itself, or its witness does
+            tell_once(
+                f"rank {rank.rank} lost another rank while the run started ({lost}): look at what that one said", rank
+            )
+            return FAILED_CODE
         witness.fail(FAILED_CODE, f"{type(error).__name__}: {error}")
         raise
     return 0
+
+
+def _lost_rank(error: Exception) -> str:
+    """Returns torch's message if `error` comes from a rank that is gone, as while groups are built, else ""."""
+    if "torch" not in sys.modules:
+        return ""
+    from megalite.resilience.watchdog import lost_connection
+
+    return lost_connection(error)
 
 
 def _fail(sentence: str, rank: Rank | None, code: int = FAILED_CODE) -> int:

@@ -141,4 +141,4 @@ def launcher_environment(folder: Path, patience_s: float, shown: Mapping[str, st
     name = "PDSH_SSH_ARGS_APPEND"
     options = [*_words(kept.get(name, ""), name), *(f"-o{one}" for one in keep_alive(patience_s))]
     own = {"DS_ENV_FILE": str(folder / ENVIRONMENT), name: " ".join(options)}
-    return kept | own | {"SLURM_HOSTFILE": str(folder / TASKS)}
+    return kept | own | {"SLURM_HOSTFILE": str(folder / TASKS), "SLURM_KILL_BAD_EXIT": "1"}

@@ -60,10 +60,11 @@ EXPLANATION = "explanation.txt"
 LONGEST_ANSWER_BYTES = 1 << 24
 LOST_MARK = "lost"  # an empty file beside it: a peer is gone, so one answer will never come
 LOST = re.compile(  # messages of gloo, NCCL and torch's store when a peer is gone or does not come
-    r"connection (was )?(reset|closed|refused|aborted|lost|timed out)|broken pipe|socket (closed|timeout|error)"
-    r"|(read|write) error|no route to host|network is unreachable|timed out (waiting|after)|wait timeout"
+    r"connection (was )?(likely )?(reset|closed|refused|aborted|lost|timed out)|broken pipe"
+    r"|socket (closed|timeout|error)|(read|write) error|no route to host|network is unreachable"
+    r"|timed out (waiting|after)|wait timeout"
     r"|(collective|application|monitored) (operation )?(timeout|barrier)|remote process (has )?exit|ncclRemoteError"
-    r"|heartbeat monitor",
+    r"|heartbeat monitor|failed to (connect|recv|send)|connect ?timeout|connectFullMesh failed",
     re.IGNORECASE,
 )
 GLOO = re.compile(r"\[[^\]]*\bgloo/[^\]]*\.(cc|h):\d+\] ")  # gloo's errors are RuntimeErrors with a source line

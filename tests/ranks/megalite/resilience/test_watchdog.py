@@ -509,6 +509,12 @@ def test_only_what_torch_says_about_peers_counts_as_a_lost_connection() -> None:
     nccl = "NCCL error in: x.cpp:1, unhandled system error\nLast error:\nsocketProgress: Call to recv: Connection reset"
     for text in (timeout, nccl, "The client socket has timed out after 60000ms", "Broken pipe"):
         assert lost_connection(torch.distributed.DistBackendError(text)), text
+    groups = (  # of which the first rank has died while they are built
+        "failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?",
+        "The client socket has failed to connect to any network address of (127.0.0.1, 43).",
+        "[/pytorch/third_party/gloo/gloo/transport/tcp/context.cc:1] Gloo connectFullMesh failed with [x] no error",
+    )
+    assert all(lost_connection(torch.distributed.DistNetworkError(text)) for text in groups)
     waited = "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv"
     assert lost_connection(RuntimeError(waited)) == "Timed out waiting 1800000ms for recv"
     wrapped = ValueError("the step failed")
