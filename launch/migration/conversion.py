@@ -19,8 +19,11 @@ from megalite.config import Config, ConfigError
 from megalite.config.deepspeed import problems_with_keys
 from megalite.config.errors import problems_of, shown
 from megalite.config.foreign_words import Kind, WordRow, normal_form, stack
+from megalite.config.hidden_secrets import without_secrets
 from megalite.config.model import ModelConfig
 from megalite.config.rules import broken_rules
+from megalite.config.secret_options import secrets_among
+from megalite.config.secrets import names_secret
 from megalite.config.starter import starting_value
 from megalite.config.suggestions import OptionPath, dotted, option_paths
 from megalite.config.yaml_text import parse_yaml
@@ -116,7 +119,8 @@ def _take_defaults(kind: Kind, stated: set[str], migrated: MigratedConfig, quant
 
 
 def _text(value: Any) -> str:
-    """Returns a value for the table: as in the file, shortened."""
+    """Returns a value for the table: as in the file, shortened and without secrets."""
+    value = without_secrets(value)
     return value if isinstance(value, str) and len(value) <= 60 else shown(value)
 
 
@@ -149,7 +153,8 @@ def _apply(each: ForeignSetting, migrated: MigratedConfig, quantities: Quantitie
     row = _row_of(word, TABLES[each.kind])
 
     def became(outcome: str, here: str) -> None:
-        migrated.lines.append(Became(each.word, "" if value is True else _text(value), outcome, here))
+        shown_value = "***" if names_secret(each.word) and isinstance(value, str) else _text(value)
+        migrated.lines.append(Became(each.word, "" if value is True else shown_value, outcome, here))
 
     if each.is_dumped and (value in (None, False) or row is None):
         if row is None and value not in (None, False):
@@ -159,7 +164,7 @@ def _apply(each: ForeignSetting, migrated: MigratedConfig, quantities: Quantitie
         if row is not None and row.option == "precision.dtype":
             quantities.put("dtype_is_left", True, each.word)
         became("yours to set", f"{row.in_words if row else 'unknown'}: the Trainer would fill it in")
-    elif isinstance(value, str) and "$" in value:
+    elif any(mark in str(value) for mark in ("$", "`")):
         became("yours to set", f"{row.in_words if row else 'unknown'}: the script knows it only when it runs")
     elif word.startswith("zero_optimization.") and (row is None or word not in row.words):
         became(*_zero_option(word, value, migrated))
@@ -286,6 +291,8 @@ def _name_the_family(migrated: MigratedConfig) -> None:
 def _broken(migrated: MigratedConfig) -> list[str]:
     """Returns a sentence for each option with an impossible value, and for each rule that is broken."""
     values = migrated.values()
+    if found := [sentence for _, sentence in secrets_among(values)]:
+        return found  # other sentences repeat values
     comes_with_weights = "training.initialize_from" in migrated.options
     if comes_with_weights:  # sizes that the rules are held against are not known yet
         values["model"] = {size: starting_value(("model", size)) for size in SIZES} | values.get("model", {})

@@ -9,6 +9,7 @@ from megalite.config.errors import shown
 from megalite.config.foreign_words import Kind
 
 Options = dict[str, Any]
+LARGEST = 10**18  # a larger number is a typing error
 
 
 @dataclass
@@ -50,10 +51,16 @@ class Derivation:
         value = self.given.get(name)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
+        if not is_number:
             self.problems.append(f"{self.given.word(name)} {shown(value)} must be a number")
             return None
         return value if value > 0 else None
+
+    def size(self, option: str) -> int:
+        """Returns the size that an option has so far; 1 where it has none, or none that is possible."""
+        value = self.options.get(option)
+        return value if isinstance(value, int) and 0 < value <= LARGEST else 1
 
     def set(self, option: str, value: Any) -> None:
         """Sets an option, also for what is derived after it; one that is stated by hand stays."""

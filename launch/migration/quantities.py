@@ -14,33 +14,41 @@ from typing import Any
 from launch.migration.derivation import Derivation, Options, Quantities
 from launch.migration.flavors import FLAVORS
 from megalite.config.errors import shown
+from megalite.config.sections import WatchdogConfig
 
+STARTUP_MINUTES = WatchdogConfig.model_fields["startup_minutes"].default
 ONE_REPLICA = "is for one replica: multiply it by their number, or add parallel.data_parallel_size=N"
 
 
 def derive(given: Quantities, known: Options) -> tuple[Options, list[str], list[tuple[str, str, str]]]:
     """Returns options, sentences about contradictions, and explanations of what has another meaning here."""
     work = Derivation(given, dict(known))
-    for subject in (_model, _layout, _batch, _length, _rate, _warmup, _data, _evaluation, _rest):
+    for subject in (_flavor, _model, _layout, _batch, _length, _rate, _warmup, _data, _evaluation, _limits, _rest):
         subject(work)
     return work.derived, work.problems, work.notes
 
 
+def _flavor(work: Derivation) -> None:
+    """Sets the sizes of a model that torchtitan knows by name and flavor."""
+    given, options = work.given, work.options
+    if (flavor := given.get("flavor")) is None:
+        return
+    name = given.get("family")
+    sizes = FLAVORS.get((str(name), str(flavor)))
+    if sizes is None and "model.hidden_size" not in options and "training.initialize_from" not in options:
+        known = ", ".join(f"{of} {size}" for of, size in FLAVORS)
+        work.problems.append(
+            f"model.flavor {shown(flavor)} of {shown(name)} has no known sizes (known are {known}): add "
+            "training.initialize_from=HF_MODEL, or model.hidden_size=... and the other sizes"
+        )
+    for option, value in (sizes or {}).items():
+        work.set(f"model.{option}", value)
+    if sizes and name == "llama3":
+        work.note("flavor", "the sizes of the section model; for Llama 3.1 and later add model.rope_scaling")
+
+
 def _model(work: Derivation) -> None:
     given, options = work.given, work.options
-    if (flavor := given.get("flavor")) is not None:
-        name = given.get("family")
-        sizes = FLAVORS.get((str(name), str(flavor)))
-        if sizes is None and "model.hidden_size" not in options and "training.initialize_from" not in options:
-            known = ", ".join(f"{of} {size}" for of, size in FLAVORS)
-            work.problems.append(
-                f"model.flavor {shown(flavor)} of {shown(name)} has no known sizes (known are {known}): add "
-                "training.initialize_from=HF_MODEL, or model.hidden_size=... and the other sizes"
-            )
-        for option, value in (sizes or {}).items():
-            work.set(f"model.{option}", value)
-        if sizes and name == "llama3":
-            work.note("flavor", "the sizes of the section model; for Llama 3.1 and later add model.rope_scaling")
     hidden = options.get("model.hidden_size")
     if given.kind in ("megatron_lm", "gpt_neox") and isinstance(hidden, int):
         _feed_forward(work, hidden)
@@ -52,8 +60,11 @@ def _model(work: Derivation) -> None:
     if (dropout := given.get("dropout")) is not None:
         work.set("model.residual_dropout", dropout)
         work.set("model.embedding_dropout", dropout)
-    if (experts := work.number("experts")) is not None and experts > 1:
+    experts = given.get("experts")
+    if experts is not None and (isinstance(experts, list) or (work.number("experts") or 0) > 1):
         work.set("model.num_experts", experts)
+        if (each := work.number("experts_per_token")) is not None:
+            work.set("model.num_experts_per_tok", each)
     for option in ("model.rope_theta", "model.partial_rotary_factor"):
         if options.get("model.position_embedding") == "learned" and option in options:
             work.derived[option] = 1.0 if option.endswith("factor") else options[option]
@@ -81,7 +92,7 @@ def _layout(work: Derivation) -> None:
         work.set("parallel.sequence_parallel", tp > 1)
     if given.get("stages") is not None:
         work.set("parallel.pipeline_parallel_size", max(1, work.number("stages") or 1))
-    pp, layers = options.get("parallel.pipeline_parallel_size", 1), options.get("model.num_hidden_layers")
+    pp, layers = work.size("parallel.pipeline_parallel_size"), options.get("model.num_hidden_layers")
     chunks = work.number("chunks")
     if (each := work.number("layers_per_chunk")) and isinstance(layers, int):
         chunks, rest = divmod(layers, pp * each)
@@ -99,14 +110,22 @@ def _layout(work: Derivation) -> None:
         work.set("parallel.zero_stage", max(1, stage) if isinstance(stage, int) else stage)
         if stage == 0:
             work.note("zero_stage", "parallel.zero_stage 1: there is no stage below it, and it computes the same")
+    _shards(work, pp)
+    _replicas(work)
+
+
+def _shards(work: Derivation, pp: int) -> None:
+    """Sets the stage and the replicas of torchtitan's two degrees of data parallelism."""
+    given = work.given
     shards, copies = given.get("shard_degree"), work.number("replicate_degree") or 1
+    if not isinstance(shards, int):
+        shards = work.number("shard_degree")
     if shards is not None and shards != 1:
         work.set("parallel.zero_stage", 3 if pp == 1 else 2)
         if copies > 1:
             work.note("replicate_degree", "not here: shards within replicas; all of them shard")
     if shards is not None and shards > 0:
         work.set("parallel.data_parallel_size", shards * copies)
-    _replicas(work)
 
 
 def _replicas(work: Derivation) -> None:
@@ -114,13 +133,14 @@ def _replicas(work: Derivation) -> None:
     per_node, nodes = work.number("gpus_per_node"), work.number("nodes") or 1
     if per_node is None or "parallel.data_parallel_size" in work.options:
         return
-    tp = work.options.get("parallel.tensor_parallel_size", 1)
-    pp = work.options.get("parallel.pipeline_parallel_size", 1)
+    tp = work.size("parallel.tensor_parallel_size")
+    pp = work.size("parallel.pipeline_parallel_size")
     replicas, rest = divmod(per_node * nodes, tp * pp)
     if rest:
-        work.problems.append(
+        work.note(
+            "gpus_per_node",
             f"{per_node * nodes} devices ({per_node} x {nodes} hosts) are no multiple of tensor parallel {tp} x "
-            f"pipeline parallel {pp}: correct one of them"
+            f"pipeline parallel {pp}: take more devices, or smaller sizes",
         )
         return
     work.replicas = replicas
@@ -134,7 +154,7 @@ def _batch(work: Derivation) -> None:
     whole, micro, times = (work.number(name) for name in ("global_batch", "micro_batch", "accumulation"))
     local = work.number("local_batch")
     if local is not None:
-        pp = options.get("parallel.pipeline_parallel_size", 1)
+        pp = work.size("parallel.pipeline_parallel_size")
         micro = (work.number("pipeline_micro_batch") or 1) if pp > 1 else local
         if whole is None:
             whole = local * (dp or 1)
@@ -200,7 +220,11 @@ def _length(work: Derivation) -> None:
     length = work.options.get("training.sequence_length")
     if steps and samples and work.given.word("train_steps") in ("--train-iters", "train_iters"):
         work.problems.append("train-iters and train-samples are both given: give one of them")
-    if steps:
+    if tokens := work.number("train_tokens"):
+        work.set("training.tokens", int(tokens))
+        if steps:
+            work.note("train_steps", f"training.tokens {int(tokens)}; there a run ends with whichever is reached first")
+    elif steps:
         work.set("training.steps", steps)
     elif samples and isinstance(length, int):
         work.set("training.tokens", samples * length)
@@ -211,9 +235,11 @@ def _steps_of_run(work: Derivation) -> int | None:
     """Returns the length of the run in steps, by the largest batch; None if it is not known."""
     steps, tokens = work.options.get("training.steps"), work.options.get("training.tokens")
     batch, length = _largest_batch(work), work.options.get("training.sequence_length")
-    if steps is not None:
-        return int(steps)
-    return ceil(tokens / (batch * length)) if tokens and batch and isinstance(length, int) else None
+    if isinstance(steps, int):
+        return steps
+    if not isinstance(tokens, int) or batch is None or not isinstance(length, int):
+        return None
+    return ceil(tokens / (batch * length))
 
 
 def _largest_batch(work: Derivation) -> int | None:
@@ -297,7 +323,11 @@ def _data(work: Derivation) -> None:
             return
     elif len(parts) > 1 and len(parts) % 2 == 0 and all(_is_number(part) for part in parts[::2]):
         weights, parts = [float(part) for part in parts[::2]], parts[1::2]
-    if not weights:
+    if not weights and any(_is_number(part) and not isinstance(part, str) for part in parts):
+        work.problems.append(
+            f"{given.word('data')} {shown(paths)}: weights and paths must alternate, beginning with a weight"
+        )
+    elif not weights:
         if parts:
             work.set("data.path", parts[0] if len(parts) == 1 else parts)
     elif len(parts) == 1:
@@ -327,6 +357,9 @@ def _split(work: Derivation) -> None:
     held_out = float(f"{1 - float(parts[0]) / total:.6g}")
     if held_out <= 0.5:
         work.set("data.held_out_fraction", held_out)
+        if held_out == 0:
+            work.derived["training.evaluation.interval"] = 0
+            work.note("split", "nothing is held out, so there is no evaluation: training.evaluation.interval 0")
     else:
         work.problems.append(
             f"{work.given.word('split')} {shown(split)} leaves {held_out:.0%} out of training, but "
@@ -341,6 +374,13 @@ def _evaluation(work: Derivation) -> None:
     elif (rounds := work.number("eval_steps")) and batch:
         work.set("training.evaluation.samples", rounds * batch)
         work.note("eval_steps", f"training.evaluation.samples {rounds * batch}: iterations x global batch")
+
+
+def _limits(work: Derivation) -> None:
+    """Sets the limit of the start to that of a collective, which must not come first."""
+    minutes = work.options.get("watchdog.timeout_minutes")
+    if isinstance(minutes, int | float) and 0 < minutes < STARTUP_MINUTES:
+        work.set("watchdog.startup_minutes", minutes)
 
 
 def _rest(work: Derivation) -> None:

@@ -8,6 +8,7 @@ unknown.
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -100,7 +101,7 @@ def _mapping(path: Path, text: str) -> dict[str, Any] | None:
         if path.suffix == ".toml":
             return tomllib.loads(text)
         if path.suffix == ".json":
-            values = json.loads(text)
+            values = _json(text)
         elif path.suffix in (".yml", ".yaml"):
             values = parse_yaml(text)[0]
         else:
@@ -110,6 +111,17 @@ def _mapping(path: Path, text: str) -> dict[str, Any] | None:
     if not isinstance(values, dict):
         raise LaunchError(f"{path} must hold names and values, but holds {type(values).__name__} data")
     return values
+
+
+def _json(text: str) -> Any:
+    """Returns the values of JSON, or of what DeepSpeed reads as JSON: with comments, or words without quotes."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        try:
+            return parse_yaml(re.sub(r"(?m)^\s*//.*$", "", text).expandtabs())[0]
+        except ConfigError:
+            raise error from None
 
 
 def _settings(path: Path, values: Mapping[str, Any], kind: Kind | None) -> Iterator[ForeignSetting]:

@@ -30,7 +30,7 @@ ARITHMETIC = re.compile(r"\$\(\(((?:[^()]|\([^()]*\))*)\)\)")
 FLAG = re.compile(r"--([A-Za-z][\w-]*)(?:=(.*))?", re.DOTALL)
 POSITIONAL = re.compile(r"\$\d|\$\{\d\}")
 UNKNOWN_IN_JSON = re.compile(r"(:\s*)(\$[\w{}:-]+)")
-END = re.compile(r"\||\|\||&|&&|;|>|>>|2>&1|\|&|.*\.(?:py|sh)")
+END = re.compile(r"-[A-Za-z].*|\||\|\||&|&&|;|>|>>|2>&1|\|&|.*\.(?:py|sh)")
 MOST_ROUNDS = 20  # of variables in variables
 
 OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
@@ -138,7 +138,9 @@ def _flags(line: str) -> list[tuple[str, Any]]:
         if flag := FLAG.fullmatch(word):
             found.append((flag[1], [] if flag[2] is None else [flag[2]]))
             is_open = flag[2] is None
-        elif END.fullmatch(word):
+        elif (
+            END.fullmatch(word) or re.match(r"-[A-Za-z]", word) or (VARIABLE.fullmatch(word) and found and found[-1][1])
+        ):
             is_open = False
         elif is_open and found:
             found[-1][1].extend(word.split())

@@ -31,18 +31,8 @@ WITHOUT = ("nothing", "not here", "removed")  # beginnings of `here` where no op
 WRITTEN_BY = "python -c \"from megalite.config.foreign_words import page; print(page(), end='')\" > docs/coming_from.md"
 
 Kind = Literal["deepspeed", "megatron_lm", "gpt_neox", "torchtitan", "accelerate"]
-SIGNS: dict[Kind, frozenset[str]] = {
-    "gpt_neox": frozenset({"pipe_parallel_size", "model_parallel_size", "deepspeed_extra_args", "pos_emb"}),
-    "megatron_lm": frozenset(
-        {"tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers", "seq_length"}
-    ),
-    "torchtitan": frozenset({"job", "parallelism", "lr_scheduler", "activation_checkpoint"}),
-    "accelerate": frozenset({"distributed_type", "machine_rank", "fsdp_config", "deepspeed_config"}),
-    "deepspeed": frozenset(
-        {"train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization", "fp16", "bf16", "scheduler"}
-    ),
-}
-"""Top-level keys by which the file of a stack is recognised, tried in this order."""
+KINDS: tuple[Kind, ...] = ("deepspeed", "gpt_neox", "megatron_lm", "torchtitan", "accelerate")
+"""Stacks that have files of their own; where words are equally many, the first one."""
 
 
 @dataclass(frozen=True)
@@ -192,9 +182,17 @@ def _part(here: str, stacks: list[str]) -> str:
 
 
 def kind_of(keys: Iterable[str]) -> Kind | None:
-    """Returns the stack whose file has these top-level keys, or None."""
+    """Returns the stack that knows most top-level keys of a file; None where none knows half of them, or ten."""
     names = {normal_form(key) for key in keys}
-    return next((kind for kind, signs in SIGNS.items() if names & signs), None)
+    known = {kind: len(names & _top_names(kind)) for kind in KINDS}
+    best = max(KINDS, key=lambda kind: known[kind])
+    return best if known[best] >= min(10, len(names) / 2) and known[best] else None
+
+
+@cache
+def _top_names(kind: Kind) -> frozenset[str]:
+    """Returns the words of a stack up to their first dot."""
+    return frozenset(word.partition(".")[0] for row in stack(kind).rows for word in row.words)
 
 
 def leaves(values: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -210,7 +210,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[LinePath, int]]:
         raise ConfigError(f"{path} must hold sections like `model:`, but holds {type(values).__name__} data")
     if path.name == MODEL_CONFIG and not values.keys().isdisjoint({"model_type", "architectures"}):
         raise ConfigError(f"{path} is a Hugging Face config: {_config_of_folder(path.parent)}")
-    if values.keys().isdisjoint(OWN_SECTIONS) and (kind := kind_of(values)):
+    if values.keys().isdisjoint(OWN_SECTIONS) and (kind := kind_of(values.keys() - Config.model_fields)):
         raise ConfigError(_of_another_stack(path, kind))
     return values, lines
 
