@@ -254,6 +254,10 @@ def verify(
     ] = "transformers",
     steps: Annotated[int, typer.Option(min=1, help="Steps of each short training run.")] = 3,
     full: Annotated[bool, typer.Option("--full", help="Do not shrink a large model.")] = False,
+    deep: Annotated[
+        bool,
+        typer.Option("--deep", help="The config's own layout, with all micro-batches, stages of the run and sources."),
+    ] = False,
     seed: Annotated[int | None, typer.Option(min=0, help="Seed of weights and batches; default: a random one.")] = None,
     timeout: Annotated[
         float, typer.Option(min=1, help="Seconds after which a layout counts as hung; compiled, 300 more.")
@@ -281,6 +285,7 @@ def verify(
         full=full,
         seed=seed,
         timeout_s=timeout,
+        deep=deep,
     )
     log_line = console(stderr=True).print
     log_line(reports.introduction(plan))

@@ -13,7 +13,7 @@ import numpy as np
 
 from launch.parity.comparison import SCALARS, Deviation, ReferenceAnswer, worst
 from launch.parity.layout import ParityLayout
-from launch.parity.observations import BEFORE, FIRST_STEP, REDUCTION, Quantity
+from launch.parity.observations import BEFORE, FIRST_STEP, REDUCTION, SOURCE_LOSS, Quantity
 
 AXES = {
     "tp": "tensor parallelism",
@@ -126,33 +126,80 @@ def _axes_sentence(axes: tuple[str, ...], failing: LayoutResult) -> str:
 
 def _first_difference(result: LayoutResult) -> list[str]:
     """Names the first quantity that differs in the order of computation; later steps repeat the first one's errors."""
-    failures, by_kind = result.failures, dict[str, list[Deviation]]()
-    for failure in failures:
-        if failure.quantity.kind not in SCALARS or failure.name in (FIRST_STEP, BEFORE):
-            by_kind.setdefault(failure.quantity.kind, []).append(failure)
-    if not failures:
-        return []
+    by_kind: dict[str, list[Deviation]] = {}  # of the first step, and what is compared only after the last one
+    for failure in result.failures:
+        kind, name, step = failure.quantity.kind, failure.name, failure.quantity.step
+        if step == 1 and (kind == SOURCE_LOSS or kind not in SCALARS or name in (FIRST_STEP, BEFORE)):
+            by_kind.setdefault(kind, []).append(failure)
+    found = _in_forward(result.layout, by_kind) or _in_backward(by_kind)
+    return [found] if found else _later(result.failures, by_kind)
+
+
+def _in_forward(layout: ParityLayout, by_kind: Mapping[str, list[Deviation]]) -> str | None:
     if "activation" in by_kind:
-        return [f"forward: the first layer whose output differs is {by_kind['activation'][0].name}"]
+        return f"forward: the first layer whose output differs is {by_kind['activation'][0].name}"
     for kind in ("logits", "loss", "evaluation loss"):
         if kind in by_kind:
-            return [f"forward: all layers' outputs agree, the {kind} does not: look at the output head and its loss"]
+            if kind != "logits" and layout.accumulation > 1:  # with one it passes, or the layout would be smaller
+                return _between_micro_batches(kind, also="evaluation loss" in by_kind)
+            if kind != "logits" and layout.axes_on.keys() & {"schedule", "chunks"}:
+                return (
+                    f"forward: outputs and logits agree, the {kind} under the schedule does not: look at the order of "
+                    "its passes and at their messages, not at the output head"
+                )
+            return f"forward: all layers' outputs agree, the {kind} does not: look at the output head and its loss"
+    if SOURCE_LOSS in by_kind:
+        return f"forward: the loss agrees, that of {by_kind[SOURCE_LOSS][0].name} does not: look at how it is summed"
+    return None
+
+
+def _in_backward(by_kind: Mapping[str, list[Deviation]]) -> str | None:
     if REDUCTION in by_kind:
         most = worst(by_kind[REDUCTION])
-        return [
+        return (
             "reduction: the optimizer does not get the mean of the gradients that backward computed for micro-batches "
             f"and replicas: that of {most.name} is off by {most.error:.1e}, rounding in the stated formats explains "
             f"{most.bound:.1e}" + (", and a sum in 16 bits the rest" if most.error < OF_16_BITS else "")
-        ]
+        )
     if "gradient" in by_kind:
         count, first = len(by_kind["gradient"]), by_kind["gradient"][-1].name
-        return [f"backward: the forward pass agrees, {count} gradients differ, nearest to the loss that of {first}"]
+        return f"backward: the forward pass agrees, {count} gradients differ, nearest to the loss that of {first}"
     if "gradient norm" in by_kind:
-        return ["norm: all gradients agree, their global norm does not, and so clipping is wrong"]
-    if not by_kind:
+        return "norm: all gradients agree, their global norm does not, and so clipping is wrong"
+    return None
+
+
+def _later(failures: Sequence[Deviation], by_kind: Mapping[str, list[Deviation]]) -> list[str]:
+    """Describes what differs where the first step agrees; gradients of later steps are known in a deep problem."""
+    sentences = []
+    if later := [failure for failure in failures if failure.quantity.step > 1]:
+        number = min(failure.quantity.step for failure in later)
+        later = [failure for failure in later if failure.quantity.step == number]
+        first = worst([failure for failure in later if failure.quantity.kind == REDUCTION] or later)
+        sentences = [
+            f"step {number}: gradients agree until then, {first.quantity} of {first.name} does not: look at what the "
+            "update before it has changed, at what a step leaves behind, and at what this step's batch has of its own"
+        ]
+    elif failures and not by_kind:
         return [f"later: the first step agrees, the {failures[0].quantity} of {failures[0].name} does not"]
-    moved = worst(failure for failure in failures if failure.quantity.kind not in SCALARS)
-    return [f"update: gradients and their norm agree, the {moved.quantity} does not, most of all that of {moved.name}"]
+    if moved := [failure for failures_of in by_kind.values() for failure in failures_of]:
+        most = worst(moved)
+        sentences.append(
+            f"update: gradients and their norm agree{' in step 1' if later else ''}, the {most.quantity} does not, "
+            f"most of all that of {most.name}"
+        )
+    return sentences
+
+
+def _between_micro_batches(kind: str, *, also: bool) -> str:
+    """Describes outputs that agree, of one micro-batch at a time, and a loss over several that does not, perhaps `also`
+    in an evaluation."""
+    where = "nor does an evaluation's" if also else "but an evaluation's does, which runs forward alone"
+    return (
+        f"between micro-batches: the outputs and logits of each alone agree, the {kind} over several does not"
+        f"{f', {where}' if kind == 'loss' else ''}: look at what one could take from another, as messages, positions, "
+        "masks and sums, not at the output head"
+    )
 
 
 def _factor(result: LayoutResult) -> list[str]:
@@ -175,7 +222,7 @@ def _factor(result: LayoutResult) -> list[str]:
 
 def _norm(result: LayoutResult, answer: ReferenceAnswer) -> list[str]:
     """Names the parameter whose square is missing from the norm or counted twice, if only the norm is wrong."""
-    wrong = {(failure.quantity.kind, failure.name) for failure in result.failures}
+    wrong = {(failure.quantity.kind, failure.name) for failure in result.failures if failure.quantity.step == 1}
     if ("gradient norm", FIRST_STEP) not in wrong or any(kind == "gradient" for kind, _ in wrong):
         return []
     for quantity, gradients in answer.truth.items():

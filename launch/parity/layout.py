@@ -11,8 +11,9 @@ from typing import Any, get_args
 
 from launch.errors import LaunchError
 from megalite.config import Config, ConfigError, resolve_layout
+from megalite.config.batch_stages import shapes_of
 from megalite.config.pipeline_rules import FEWEST_CHUNKS, problems_with_schedule
-from megalite.config.sections import PipelineSchedule, RecomputeMode
+from megalite.config.sections import PipelineSchedule, RecomputeMode, TrainingConfig
 from megalite.config.suggestions import nearest_name
 from megalite.planner.workload import recompute_in_short
 
@@ -85,13 +86,25 @@ class ParityLayout:
         is_split = base.performance.symmetric_memory and self.sequence_parallel and self.compile != "none"
         performance = {"compile": self.compile, "symmetric_memory": is_split}
         values["performance"] = values.get("performance", {}) | performance
-        batch, parts = base.training.global_batch_size, self.dp * self.accumulation
-        if batch % parts:
-            raise ConfigError(f"a global batch of {batch} cannot be cut into {parts} micro-batches")
-        values["training"] = values["training"] | {"micro_batch_size": batch // parts}
+        sizes = []
+        for shape, count in zip(shapes_of(base.training), micro_batches(base.training, self.accumulation), strict=True):
+            batch, parts = shape.global_batch_size, self.dp * count
+            if batch % parts:
+                raise ConfigError(f"a global batch of {batch} cannot be cut into {parts} micro-batches")
+            sizes.append({"micro_batch_size": batch // parts})
+        first, *others = sizes
+        stages = [stage | size for stage, size in zip(values["training"].get("stages", []), others, strict=True)]
+        values["training"] = values["training"] | first | {"stages": stages}
         config = Config.model_validate(values)
         resolve_layout(config, self.world_size, "cuda")  # the command checks the device, once
         return config
+
+
+def micro_batches(training: TrainingConfig, accumulation: int) -> list[int]:
+    """Returns the micro-batches of a step on one replica in each batch shape of a problem, in a layout that has
+    `accumulation` of them in the first: those of the config's own layout, which the problem states, or all alike."""
+    own = [shape.micro_batches(1) for shape in shapes_of(training)]
+    return [count if accumulation == own[0] else accumulation for count in own]
 
 
 _DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(ParityLayout)}

@@ -50,7 +50,7 @@ class MicroBatchGradients:
     def _add(self, parameter: Tensor, gradient: Tensor) -> None:
         self._calls[parameter] += 1
         is_tied = self._tied is not None and self._tied.weight is parameter
-        if is_tied and self._calls[parameter] > self._engine.layout.gradient_accumulation_steps:
+        if is_tied and self._calls[parameter] > self._engine.micro_batches:
             return  # the sum of the head's, whose terms its own rank has added up
         wide = gradient.detach().double()
         both = torch.stack((wide, wide.abs()))

@@ -13,13 +13,14 @@ import numpy as np
 
 
 class Quantity(NamedTuple):
-    """One kind of number and the training in which it was observed."""
+    """One kind of number, the training in which it was observed, and the step, where arrays of several are compared."""
 
     training: str
     kind: str
+    step: int = 1
 
     def __str__(self) -> str:
-        return f"{self.training} {self.kind}"
+        return f"{self.training} {self.kind}" + (f" in step {self.step}" if self.step > 1 else "")
 
 
 Observations = dict[Quantity, dict[str, np.ndarray]]  # quantity -> name -> global array
@@ -30,6 +31,7 @@ COPIES = "copies"  # names are sentences about copies that differ
 TOKEN_LOSS = "token loss"
 NEAR_CHOICES = "near choices"  # tokens that rounding might route to another expert
 REDUCTION = "gradient reduction"  # largest error of a parameter's mean gradient, one entry per rank
+SOURCE_LOSS = "source loss"  # mean over the tokens of one source of a mix
 OF_REFERENCES = (TOKEN_LOSS, NEAR_CHOICES)  # observed only by references
 BEFORE, AFTER = "before training", "after training"
 
@@ -37,6 +39,12 @@ BEFORE, AFTER = "before training", "after training"
 def by_step(values: Sequence[float]) -> dict[str, np.ndarray]:
     """Names one number per training step."""
     return {f"step {step}": np.array([value]) for step, value in enumerate(values, start=1)}
+
+
+def by_source(sums: np.ndarray, counts: np.ndarray) -> dict[str, np.ndarray]:
+    """Names the mean loss of each source that has valid targets, by its place among the sorted names."""
+    places = np.nonzero(counts)[0]
+    return {f"source {place}": sums[place : place + 1] / counts[place] for place in places}
 
 
 def around(before: float, after: float) -> dict[str, np.ndarray]:

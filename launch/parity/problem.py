@@ -18,9 +18,10 @@ from typing import Any, Literal
 import numpy as np
 
 from launch.errors import LaunchError
-from launch.parity.layout import ParityLayout
+from launch.parity.layout import ParityLayout, micro_batches
 from launch.parity.small_model import small_model
 from megalite.config import Config, ModelConfig
+from megalite.config.batch_stages import sample_length, shapes_of
 from megalite.config.model import DROPOUTS
 
 Dtype = Literal["fp64", "fp32", "bf16", "fp16", "float8"]  # float8: products, in the config's format otherwise
@@ -42,10 +43,11 @@ class Batch:
     targets: np.ndarray  # [rows, seq] int64, -100: no loss
     positions: np.ndarray | None  # [rows, seq] int64, 0 at the start of each packed document
     samples: np.ndarray  # [rows] int64, positions of the samples in the data
+    sources: np.ndarray | None = None  # [rows] int64, places of their sources in a mix
 
     def rows(self, which: slice) -> Batch:
-        positions = None if self.positions is None else self.positions[which]
-        return Batch(self.tokens[which], self.targets[which], positions, self.samples[which])
+        arrays = (self.tokens, self.targets, self.positions, self.samples, self.sources)
+        return Batch(*(None if array is None else array[which] for array in arrays))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -56,10 +58,19 @@ class Training:
     config: Config
     batches: tuple[Batch, ...]
     keeps_vectors_whole: bool  # under ZeRO-3: the other training partitions everything
+    is_deep: bool = False  # gradients are compared in every step
 
     def learning_rate(self, step: int) -> float:
         """Returns the learning rate of a step, counted from 0."""
         return self.config.optimizer.learning_rate * RATE_FACTORS[step % len(RATE_FACTORS)]
+
+    def micro_batches(self, accumulation: int, step: int) -> int:
+        """Returns those of a step on a replica, in a layout that has `accumulation` of them in the first step."""
+        return micro_batches(self.config.training, accumulation)[self.shape(step)]
+
+    def shape(self, step: int) -> int:
+        """Returns which of the config's batch shapes a step has: each in turn, and the last one to the end."""
+        return min(step, len(self.config.training.stages))
 
 
 @dataclass(frozen=True)
@@ -72,10 +83,12 @@ class ParityProblem:
     changes: tuple[str, ...] = ()  # differences from the user's config, a phrase each
     draw: int = 0  # counts draws of the batches, if the first was not good enough
     scales: Mapping[str, float] = field(default_factory=dict)  # end of a weight's name -> factor on its initial value
+    is_deep: bool = False
+    mixes: tuple[tuple[float, ...], ...] = ()  # weights of the sources, sorted by name, in each stage of the data
 
     def training(self) -> Training:
         """Returns the training with the config's optimizer and clip, on packed documents."""
-        return Training(self.config.optimizer.name, self._config(True), self._batches("packed"), False)
+        return Training(self.config.optimizer.name, self._config(True), self._batches("packed"), False, self.is_deep)
 
     def sgd(self, learning_rate: float, clip: float) -> Training:
         """Returns the training with plain SGD, on sequences of one document; every second batch has few tokens with a
@@ -83,7 +96,7 @@ class ParityProblem:
         decay = float(f"{SGD_DECAY / learning_rate:.2g}")
         optimizer = {"name": "sgd", "learning_rate": learning_rate, "weight_decay": decay}
         config = self._config(False, optimizer=optimizer, training={"gradient_clipping": clip})
-        return Training("sgd-under-clip", config, self._batches("whole"), True)
+        return Training("sgd-under-clip", config, self._batches("whole"), True, self.is_deep)
 
     def _config(self, document_mask: bool, **changes: dict[str, Any]) -> Config:
         values = self.config.model_dump(mode="json")
@@ -96,8 +109,9 @@ class ParityProblem:
         return tuple(self._batch(draw, kind, step) for step in range(self.steps))
 
     def _batch(self, draw: np.random.Generator, kind: str, step: int) -> Batch:
-        training, vocabulary = self.config.training, self.config.model.vocab_size
-        shape = training.global_batch_size, training.sequence_length
+        shapes, vocabulary = shapes_of(self.config.training), self.config.model.vocab_size
+        one = shapes[min(step, len(shapes) - 1)]
+        shape = one.global_batch_size, one.sequence_length
         tokens, targets = draw.integers(0, vocabulary, shape), draw.integers(0, vocabulary, shape)
         # rows have different numbers of valid tokens, so that a mean of means is wrong
         kept = (SPARSE if kind == "whole" and step % 2 else DENSE) * draw.random((shape[0], 1)) * 2
@@ -111,7 +125,11 @@ class ParityProblem:
             starts[:, 0] = True
             index = np.arange(shape[1])
             positions = index - np.maximum.accumulate(np.where(starts, index, 0), axis=1)
-        return Batch(tokens, targets, positions, step * shape[0] + np.arange(shape[0]))
+        samples, sources = step * shape[0] + np.arange(shape[0]), None
+        if self.mixes:
+            mix = np.array(self.mixes[min(step, len(self.mixes) - 1)])
+            sources = draw.choice(len(mix), shape[0], p=mix / mix.sum())
+        return Batch(tokens, targets, positions, samples, sources)
 
     def initial_value(self, name: str, value: np.ndarray, where: tuple[slice, ...], shape: tuple[int, ...]) -> Any:
         """Returns the initial value of a block of the weight `name`, given that of an ordinary run, `value`.
@@ -129,14 +147,22 @@ class ParityProblem:
 
 
 def make_problem(
-    config: Config, layouts: Sequence[ParityLayout], *, seed: int, steps: int, full: bool, keep_dropout: bool = False
+    config: Config,
+    layouts: Sequence[ParityLayout],
+    *,
+    seed: int,
+    steps: int,
+    full: bool,
+    keep_dropout: bool = False,
+    counts: Sequence[int] = (),
 ) -> ParityProblem:
-    """Builds the problem that all `layouts` solve: one model, one global batch.
+    """Builds the problem that all `layouts` solve: one model, one global batch, or the batches of all stages.
 
+    counts: for a deep problem the micro-batches of a step on a replica of the config's own layout, in each batch shape.
     Raises LaunchError if no batch of reasonable size can be cut by all of them, or if there is nothing to learn.
     """
     changes: list[str] = []
-    sequence_length = _sequence_length(config, layouts, changes, full)
+    sequence_length = _sequence_length(config, layouts, changes, full, len(counts) > 1)
     model = config.model if full else small_model(config.model, layouts, sequence_length, changes)
     if not keep_dropout:
         dropouts = {name: getattr(model, name) for name in DROPOUTS if getattr(model, name)}
@@ -160,32 +186,61 @@ def make_problem(
         if coefficient:
             what = "bias" if option == "bias_rate" else "loss"
             changes.append(f"training.router.{option} {coefficient} -> 0, because transformers has no such {what}")
-    if config.training.stages:
+    if config.training.stages and not counts:
         changes.append("training.stages -> [], because one batch is compared, as that at the start of the run")
-    rows = math.lcm(*(layout.dp * layout.accumulation for layout in layouts))
-    if rows > MOST_ROWS:
-        raise LaunchError(
-            f"--layouts: only a global batch of {rows} sequences can be cut by all of them: verify those with large dp "
-            "or accumulation apart"
-        )
-    rows *= -(-ROWS // rows)
+    mixes = _mixes(config) if counts else ()
+    if counts:
+        if steps < (needed := max(len(counts), len(mixes))):
+            changes.append(f"steps {steps} -> {needed}, so that each stage of the batch and of the data has one")
+        steps = max(steps, needed)
+    first, *stages = _batches(config, layouts, counts or (1,), sequence_length)
     values["training"] |= {
-        "global_batch_size": rows,
-        "micro_batch_size": rows,
-        "sequence_length": sequence_length,
+        **first,
         "seed": seed,
         "steps": steps,
         "tokens": None,
         "router": {},
         "evaluation": {},
-        "stages": [],
+        "stages": [{"from_steps": step, **batch} for step, batch in enumerate(stages, start=1)],
     }
-    values["data"] |= {"validation": {}}  # whose numbers of samples are made for the run's own batch
+    # numbers of samples are made for the run's own batch, and weights are in the batches
+    sources = {name: {"path": source.path, "weight": 1.0} for name, source in config.data.sources.items()}
+    values["data"] |= {"validation": {}, "sources": sources, "stages": [], "packing": "concat"}
     values["optimizer"] |= _optimizer(config, changes)
     precise = "highest"  # the other settings round float32 products to tf32 or bf16 on a GPU
     _note_change(changes, "precision.float32_matmul_precision", config.precision.float32_matmul_precision, precise)
     values["precision"] |= {"float32_matmul_precision": precise}
-    return ParityProblem(Config.model_validate(values), seed, steps, tuple(changes))
+    made = Config.model_validate(values)
+    return ParityProblem(made, seed, steps, tuple(changes), is_deep=bool(counts), mixes=mixes)
+
+
+def _batches(
+    config: Config, layouts: Sequence[ParityLayout], counts: Sequence[int], sequence_length: int
+) -> list[dict[str, int]]:
+    """Returns the options of the batch in each shape: as few sequences as all layouts can cut, or about `ROWS`."""
+    batches = []
+    for shape, own in zip(shapes_of(config.training), counts, strict=False):
+        cut = [each.dp * (own if each.accumulation == counts[0] else each.accumulation) for each in layouts]
+        parts = shape.parts if len(counts) > 1 else 1
+        rows = math.lcm(own, parts, *cut)
+        if rows > MOST_ROWS:
+            raise LaunchError(
+                f"--layouts: only a global batch of {rows} sequences can be cut by all of them: verify those with "
+                "large dp or accumulation apart, and with --deep a smaller training.global_batch_size"
+            )
+        rows *= -(-ROWS // rows)
+        size = {"global_batch_size": rows, "micro_batch_size": rows // own}
+        batches.append(size | {"sequence_length": sequence_length // parts})
+    return batches
+
+
+def _mixes(config: Config) -> tuple[tuple[float, ...], ...]:
+    """Returns the weights of the sources, sorted by name, at the start and in each stage of the data; equal ones where
+    they read epochs. Where all are 0, nothing is read."""
+    data = config.data
+    own = {name: 1.0 if data.is_by_epochs else source.weight or 0.0 for name, source in sorted(data.sources.items())}
+    stages = [own, *({**own, **stage.weights} for stage in data.stages)] if own else []
+    return tuple(tuple(stage[name] for name in own) for stage in stages if any(stage.values()))
 
 
 def _bucket_size(config: Config, model: ModelConfig) -> int:
@@ -212,13 +267,18 @@ def _optimizer(config: Config, changes: list[str]) -> dict[str, Any]:
     return {"learning_rate": rate, "eps": epsilon}
 
 
-def _sequence_length(config: Config, layouts: Sequence[ParityLayout], changes: list[str], full: bool) -> int:
-    """Returns a short length that every tensor-parallel size that cuts the sequence divides, if the model allows it."""
+def _sequence_length(
+    config: Config, layouts: Sequence[ParityLayout], changes: list[str], full: bool, with_stages: bool
+) -> int:
+    """Returns a short length, of stages the longest, that every tensor-parallel size that cuts the sequence divides, if
+    the model allows it."""
     wanted, longest = config.training.sequence_length, config.model.max_position_embeddings
     parts = math.lcm(*(layout.tp for layout in layouts if layout.sequence_parallel))
+    if with_stages:
+        wanted, parts = sample_length(config.training), parts * math.lcm(*(s.parts for s in shapes_of(config.training)))
     length = min(longest, wanted if full else min(wanted, MOST_SEQUENCE))
     if parts <= longest:
         length = max(parts, length // parts * parts)
-    reason = f" (cut by tp {parts})" if parts > 1 and length % parts == 0 else ""
+    reason = f" (cut in {parts})" if parts > 1 and length % parts == 0 else ""
     _note_change(changes, "training.sequence_length", wanted, f"{length}{reason}" if length != wanted else wanted)
     return length

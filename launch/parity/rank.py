@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
+from functools import partial
 
 import numpy as np
 import torch
@@ -12,11 +13,22 @@ from torch import Tensor, nn
 
 from launch.parity.layout import ParityLayout
 from launch.parity.micro_batch_gradients import MicroBatchGradients
-from launch.parity.observations import COPIES, REDUCTION, ArrayBlock, Quantity, around, by_step, whole
+from launch.parity.observations import (
+    COPIES,
+    REDUCTION,
+    SOURCE_LOSS,
+    ArrayBlock,
+    Quantity,
+    around,
+    by_source,
+    by_step,
+    whole,
+)
 from launch.parity.problem import Batch, ParityProblem, Training
 from launch.parity.reference_models import layer_outputs
 from launch.runtime.devices import Device
 from megalite.config import Config, resolve_layout
+from megalite.config.batch_stages import shapes_of
 from megalite.engine.build import build_engine
 from megalite.engine.engine import Engine
 from megalite.engine.optimizers import moments_of
@@ -72,34 +84,38 @@ def _partitioned_as_if_large(config: Config, training: Training) -> Config:
 def _train(engine: Engine, layout: ParityLayout, training: Training) -> Iterator[ArrayBlock]:
     """Evaluates, trains and evaluates again; yields the observations."""
 
-    def quantity(kind: str) -> Quantity:
-        return Quantity(training.name, kind)
+    def quantity(kind: str, step: int = 1) -> Quantity:
+        return Quantity(training.name, kind, step)
 
-    first = _fed(engine, layout, training.batches[0])
+    shapes = shapes_of(engine.config.training)
+    first = _fed(engine, layout.accumulation, training.batches[0])
     yield from _forward(engine, layout, training)
     before = float(engine.evaluate(first, layout.accumulation))
     losses, norms = [], []
-    gradients: list[ArrayBlock] = []
-    backward = MicroBatchGradients(engine)
+    of_steps: list[ArrayBlock] = []
 
-    def take(parameter: nn.Parameter, gradient: Tensor) -> None:
-        gradients.extend(_pieces(quantity("gradient"), parameter, gradient))
+    def take(number: int, backward: MicroBatchGradients, parameter: nn.Parameter, gradient: Tensor) -> None:
+        of_steps.extend(_pieces(quantity("gradient", number), parameter, gradient))
         errors = backward.errors(parameter, gradient)
-        gradients.extend(_largest(quantity(REDUCTION), parameter, errors, layout.world_size))
+        of_steps.extend(_largest(quantity(REDUCTION, number), parameter, errors, layout.world_size))
 
     for step, batch in enumerate(training.batches):
-        micro_batches = _fed(engine, layout, batch)
-        is_first = step == 0
-        with (
-            backward.watching() if is_first else nullcontext(),
-            reading_gradients(engine, take) if is_first else nullcontext(),
-        ):
+        engine.use_shape(shapes[training.shape(step)])
+        micro_batches = _fed(engine, training.micro_batches(layout.accumulation, step), batch)
+        with ExitStack() as watched:
+            if step == 0 or training.is_deep:
+                backward = MicroBatchGradients(engine)
+                watched.enter_context(backward.watching())
+                watched.enter_context(reading_gradients(engine, partial(take, step + 1, backward)))
             result = engine.train_step(micro_batches, training.learning_rate(step))
         losses.append(float(result.loss))
         norms.append(float(result.grad_norm))
+        if batch.sources is not None and result.readback.source_losses is not None:
+            means = by_source(*result.readback.source_losses.numpy())
+            of_steps.extend(whole(quantity(SOURCE_LOSS, step + 1), means))
     yield from whole(quantity(COPIES), {str(copy): np.ones(1) for copy in find_disagreements(engine)})
     after = float(engine.evaluate(first, layout.accumulation))
-    yield from gradients
+    yield from of_steps
     yield from whole(quantity("loss"), by_step(losses))
     yield from whole(quantity("gradient norm"), by_step(norms))
     yield from whole(quantity("evaluation loss"), around(before, after))
@@ -127,16 +143,16 @@ def _largest(quantity: Quantity, parameter: nn.Parameter, errors: Tensor, ranks:
         yield ArrayBlock(quantity, name, (ranks,), (slice(mine, mine + 1),), np.array([error]))
 
 
-def _rows(engine: Engine, layout: ParityLayout, batch: Batch) -> list[slice]:
-    """Returns the rows of a global batch in each of this replica's micro-batches."""
-    size = len(batch.tokens) // (layout.dp * layout.accumulation)
-    first = engine.coordinate.data_rank * layout.accumulation
-    return [slice((first + i) * size, (first + i + 1) * size) for i in range(layout.accumulation)]
+def _rows(engine: Engine, count: int, batch: Batch) -> list[slice]:
+    """Returns the rows of a global batch in each of this replica's `count` micro-batches."""
+    size = len(batch.tokens) // (engine.mesh.data_parallel_size * count)
+    first = engine.coordinate.data_rank * count
+    return [slice((first + i) * size, (first + i + 1) * size) for i in range(count)]
 
 
-def _fed(engine: Engine, layout: ParityLayout, batch: Batch) -> list[Batch]:
+def _fed(engine: Engine, count: int, batch: Batch) -> list[Batch]:
     """Returns the micro-batches that this rank passes to its engine."""
-    return [batch.rows(rows) for rows in _rows(engine, layout, batch)] if engine.needs_data else []
+    return [batch.rows(rows) for rows in _rows(engine, count, batch)] if engine.needs_data else []
 
 
 def _forward(engine: Engine, layout: ParityLayout, training: Training) -> Iterator[ArrayBlock]:
@@ -144,7 +160,7 @@ def _forward(engine: Engine, layout: ParityLayout, training: Training) -> Iterat
     batch = training.batches[0]
     sequence, tp = batch.tokens.shape[1], engine.coordinate.tensor_rank
     with layer_outputs(engine.deepspeed.module, training.config.model) as outputs:
-        for rows in _rows(engine, layout, batch):
+        for rows in _rows(engine, layout.accumulation, batch):
             outputs.clear()
             logits = engine.logits(batch.rows(rows))
             observed = [("activation", name, hidden) for name, hidden in outputs.items()]

@@ -13,7 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from launch.parity.observations import NEAR_CHOICES, TOKEN_LOSS, Observations, Quantity, around, by_step
+from launch.parity.observations import (
+    NEAR_CHOICES,
+    SOURCE_LOSS,
+    TOKEN_LOSS,
+    Observations,
+    Quantity,
+    around,
+    by_source,
+    by_step,
+)
 from launch.parity.problem import FP16_SCALE_POWER, Batch, Dtype, ParityProblem, Training
 from launch.parity.reference_models import HEAD, Model, Rows, as_numpy
 from launch.parity.reference_optimizers import ReferenceOptimizer
@@ -51,8 +60,8 @@ def solve(
     optimizer = ReferenceOptimizer(training, exact)
     seen: Observations = {}
 
-    def see(kind: str, values: Mapping[str, Any]) -> None:
-        seen[Quantity(training.name, kind)] = {name: np.asarray(value) for name, value in values.items()}
+    def see(kind: str, values: Mapping[str, Any], step: int = 1) -> None:
+        seen[Quantity(training.name, kind, step)] = {name: np.asarray(value) for name, value in values.items()}
 
     near_choices: list[int] = []
     handles = [
@@ -66,9 +75,13 @@ def solve(
         see("activation", outputs)
         before, tokens, norms = _loss(model, first).item(), [], []
     for step, batch in enumerate(training.batches):
-        tokens.append(_backward(model, exact, batch, training, accumulation))
-        if step == 0:
-            see("gradient", exact.named(_gradient))
+        tokens.append(_backward(model, exact, batch, training, training.micro_batches(accumulation, step)))
+        if step == 0 or training.is_deep:
+            see("gradient", exact.named(_gradient), step + 1)
+        if batch.sources is not None:
+            of_tokens = batch.sources[np.nonzero(batch.targets != -100)[0]]
+            sums, counts = np.bincount(of_tokens, tokens[-1].astype(np.float64)), np.bincount(of_tokens)
+            see(SOURCE_LOSS, by_source(sums, counts), step + 1)
         norms.append(_norm([_gradient(parameter) for parameter, _ in pairs]))
         clip = training.config.training.gradient_clipping
         if clip:

@@ -9,7 +9,9 @@ import numpy as np
 from launch.output import Table, styled
 from launch.parity.comparison import Deviation, worst
 from launch.parity.diagnosis import AXES, LayoutResult
+from launch.parity.problem import ParityProblem
 from launch.parity.verify import ParityReport, Plan, known_bad
+from megalite.config.batch_stages import shapes_of
 
 COLUMNS = {"loss": ("loss", "evaluation loss"), "norm": ("gradient norm",), "gradient": ("gradient",)}
 """Column of the table -> the kinds of quantities whose worst error it shows."""
@@ -17,11 +19,11 @@ COLUMNS = {"loss": ("loss", "evaluation loss"), "norm": ("gradient norm",), "gra
 
 def introduction(plan: Plan) -> str:
     """Describes what will be run."""
-    model, training = plan.problem.config.model, plan.problem.config.training
+    model = plan.problem.config.model
     lines = [
         f"{model.model_type}: {model.num_hidden_layers} layers, hidden {model.hidden_size}, "
         f"{model.num_attention_heads} heads ({model.num_key_value_heads} kv), vocabulary {model.vocab_size}; "
-        f"{training.global_batch_size} x {training.sequence_length} tokens, {plan.problem.steps} steps, "
+        f"{_batches(plan.problem)}, {plan.problem.steps} steps, "
         f"seed {plan.problem.seed}, {', '.join(plan.dtypes)} on {plan.device}"
     ]
     lines += [f"  {change}" for change in plan.problem.changes]
@@ -29,6 +31,14 @@ def introduction(plan: Plan) -> str:
     known = [sentence for layout in plan.layouts for sentence in known_bad(layout, plan.problem.config, plan.device)]
     lines += [f"  known to go wrong: {sentence}" for sentence in dict.fromkeys(known)]
     return "\n".join(lines)
+
+
+def _batches(problem: ParityProblem) -> str:
+    """Describes the batch, or those of a deep problem one after the other."""
+    shapes = shapes_of(problem.config.training)
+    cut = (f" in {shape.micro_batches(1)} micro-batches per replica" if problem.is_deep else "" for shape in shapes)
+    sizes = (f"{shape.global_batch_size} x {shape.sequence_length} tokens" for shape in shapes)
+    return ", then ".join(map("".join, zip(sizes, cut, strict=True)))
 
 
 def table(report: ParityReport) -> Table:
@@ -124,6 +134,7 @@ def _deviation_as_json(deviation: Deviation) -> dict[str, Any]:
         "training": deviation.quantity.training,
         "quantity": deviation.quantity.kind,
         "name": deviation.name,
+        "step": deviation.quantity.step,
         "error": deviation.error,
         "bound": deviation.bound,
         "ratio": deviation.ratio,

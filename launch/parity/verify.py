@@ -18,13 +18,14 @@ from launch.output import console, spinner
 from launch.parity.comparison import ReferenceAnswer, compare, compare_float8, reduction_bound, reduction_deviations
 from launch.parity.diagnosis import Diagnosis, LayoutResult, diagnose
 from launch.parity.forked_ranks import RankFailure, run_ranks, warm_up
-from launch.parity.layout import ParityLayout, auto_layouts, layout_of, parse_layouts
+from launch.parity.layout import ParityLayout, auto_layouts, layout_of, micro_batches, parse_layouts
 from launch.parity.observations import COPIES, FIRST_STEP, NEAR_CHOICES, ArrayBlock, Observations, assemble
 from launch.parity.problem import FP16_SCALE_POWER, Dtype, ParityProblem, Training, make_problem
 from launch.runtime.devices import Device, gpu_count
 from launch.runtime.local_ranks import rank_environment
 from megalite.config import Config, ConfigError, resolve_layout, wanted_world_size
 from megalite.config.auto import PLACEHOLDERS
+from megalite.config.batch_stages import shapes_of
 from megalite.config.float8_rules import check_float8_package
 from megalite.config.known_bad import installed_versions, matching
 from megalite.config.pipeline_rules import PIPELINE
@@ -73,6 +74,7 @@ def make_plan(
     full: bool = False,
     seed: int | None = None,
     timeout_s: float = 120.0,
+    deep: bool = False,
 ) -> Plan:
     """Checks everything that does not need another process. Raises ConfigError or LaunchError."""
     if reference == "transformers":
@@ -83,13 +85,16 @@ def make_plan(
     most = gpus or MOST_CPU_RANKS
     too_large: list[str] = []
     is_auto = layouts.strip().lower() == "auto"
-    if is_auto:
-        wanted, too_large = auto_layouts(layout_of(config, wanted_world_size(config, gpus or None)), most)
+    own = layout_of(config, wanted_world_size(config, gpus or None))
+    if is_auto and not deep:
+        wanted, too_large = auto_layouts(own, most)
     else:
-        wanted = parse_layouts(layouts)
+        wanted = [own] if is_auto else parse_layouts(layouts)
         if larger := [layout for layout in wanted if layout.world_size > most]:
             fit = f"ranks, and {most} fit on this machine's {device}"
-            raise LaunchError(*(f"--layouts: {layout} needs {layout.world_size} {fit}" for layout in larger))
+            what = "--deep, whose layout is the config's own" if is_auto else "--layouts"
+            advice = ": name a smaller one with --layouts, or run it where they fit" if is_auto else ""
+            raise LaunchError(*(f"{what}: {layout} needs {layout.world_size} {fit}{advice}" for layout in larger))
     wanted = [replace(each, compile=config.performance.compile) if each.compile == "auto" else each for each in wanted]
     problem = make_problem(
         config,
@@ -98,9 +103,10 @@ def make_plan(
         steps=steps,
         full=full,
         keep_dropout=reference == "self",
+        counts=[shape.micro_batches(own.dp) for shape in shapes_of(config.training)] if deep else (),
     )
     runnable, left_out = _legal(problem, wanted)
-    if left_out and not is_auto:
+    if left_out and (deep or not is_auto):
         raise LaunchError(*(f"--layouts: {reason}" for reason in left_out))
     if not runnable:
         raise LaunchError(f"none of the layouts can be run, for example {left_out[0]}")
@@ -252,9 +258,9 @@ class Session:
         disagreements += [sentence for quantity in seen if quantity.kind == COPIES for sentence in seen[quantity]]
         compared = compare_float8 if self.references.dtype == "float8" else compare
         deviations = compared(seen, self.references.answer(layout.accumulation))
-        micro_batches = layout.dp * layout.accumulation
-        precision = self.references.problem.config.precision
-        deviations += reduction_deviations(seen, reduction_bound(precision, micro_batches))
+        config = self.references.problem.config
+        most = layout.dp * max(micro_batches(config.training, layout.accumulation))
+        deviations += reduction_deviations(seen, reduction_bound(config.precision, most))
         norms = {q.training: float(v[FIRST_STEP][0]) for q, v in seen.items() if q.kind == "gradient norm"}
         return LayoutResult(
             layout, self.references.dtype, seconds, tuple(deviations), tuple(disagreements), first_norms=norms

@@ -27,6 +27,7 @@ from launch.parity.observations import ArrayBlock
 from megalite.engine.gradient_reduction import GradientReducer
 from megalite.engine.partitioned_step import PartitionedStep
 from megalite.engine.pipeline_runtime import ProgramRun
+from megalite.engine.source_losses import SourceLosses
 from megalite.parallel.collectives import TensorParallel, all_gather
 from megalite.planner.schedules.program import Compute, Message, MessageKind, Receive
 
@@ -325,3 +326,28 @@ def norm_of_the_first_partition() -> None:
         return norm
 
     PartitionedStep.gradient_norm = gradient_norm  # type: ignore[method-assign]
+
+
+def token_weight_of_the_batch_before() -> None:
+    """The first step of another batch divides by the valid tokens of the one before."""
+    original = engine.Engine._token_weight
+    before: dict[int, tuple[Any, Tensor]] = {}
+
+    def token_weight(self: Any, micro_batches: Any) -> Tensor:
+        weight = original(self, micro_batches)
+        shape, old = before.get(id(self), (self.shape, weight))
+        before[id(self)] = self.shape, weight
+        return weight if shape == self.shape else old
+
+    engine.Engine._token_weight = token_weight  # type: ignore[method-assign]
+
+
+def source_losses_of_the_last_micro_batch() -> None:
+    """What came before is forgotten."""
+    original = SourceLosses.add
+
+    def add(self: Any, *arguments: Any) -> None:
+        self.sums[0].zero_()
+        original(self, *arguments)
+
+    SourceLosses.add = add  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Evaluation and logits under every schedule, and a rank that is killed in the middle of a step.
+"""Gradient norms, evaluation and logits under every schedule, and a rank that is killed in the middle of a step.
 
 The reference is the same model on one process; that one is right is shown by `tests/ranks/launch/parity`.
 """
@@ -23,8 +23,9 @@ from tests.helpers.engine_cases import Batch, Case, assemble, engine_of, global_
 from tests.helpers.rank_pool import RankFailure, run_fresh_ranks, run_ranks
 from tests.helpers.saving import save
 
-TIED = {"tie_word_embeddings": True}
-SERIAL = Case(accumulation=4, micro_batch=2, document_mask=True, model=TIED)
+# a weight on two stages, and a key/value head that two tensor-parallel ranks share
+MODEL = {"tie_word_embeddings": True, "num_key_value_heads": 1}
+SERIAL = Case(accumulation=4, micro_batch=2, document_mask=True, model=MODEL)
 SCHEDULES = [
     replace(SERIAL, pp=2, schedule="1f1b", zero=2),
     replace(SERIAL, pp=2, schedule="interleaved"),
@@ -32,21 +33,23 @@ SCHEDULES = [
     replace(SERIAL, pp=2, schedule="zb-v", zero=2),
     replace(SERIAL, pp=2, schedule="dualpipev"),
 ]
+FOLDED = replace(SERIAL, tp=2, pp=2, schedule="zb-v")
 COUNTS = 1, 3, 5  # micro-batches of an evaluation; not all of them could be trained with
 SHAPES = (1, 7), (3, 33), (2, 36)  # of tokens whose logits are asked for
 
 
 def _answers(rank: int, cases: list[Case]) -> list[dict[str, Any]]:
-    """Losses of evaluations and logits, after a step of training and again after another."""
+    """The norm, losses of evaluations and logits, after a step of training and again after another."""
     answers = []
     for case in cases:
         engine = engine_of(case)
-        seen: dict[str, Any] = {"losses": [], "logits": []}
+        seen: dict[str, Any] = {"norms": [], "losses": [], "logits": []}
         batches = global_batches(replace(case, global_batch=5 * case.micro_batch, steps=1))
         parts = [batches[0].rows(slice(2 * i, 2 * i + 2)) for i in range(5)]
         draw = np.random.default_rng(3)
         for batch in global_batches(case)[:2]:
-            engine.train_step(micro_batches_of(engine, case, batch), case.learning_rate)
+            result = engine.train_step(micro_batches_of(engine, case, batch), case.learning_rate)
+            seen["norms"].append(float(result.grad_norm))
             for count in COUNTS:
                 loss = engine.evaluate(parts[:count] if engine.needs_data else [], count)
                 seen["losses"].append(float(loss))
@@ -60,18 +63,24 @@ def _answers(rank: int, cases: list[Case]) -> list[dict[str, Any]]:
     return answers
 
 
-def test_evaluation_and_logits_under_every_schedule() -> None:
-    """Sums in another order: 2e-5 of a loss, 1e-4 of the largest logit after a step that AdamW has rounded up."""
+@pytest.mark.parametrize("cases", [SCHEDULES, [FOLDED]], ids=["all", "with tensor parallelism"])
+def test_norms_evaluation_and_logits_under_every_schedule(cases: list[Case]) -> None:
+    """Sums in another order: 2e-5 of a loss or norm, 1e-4 of the largest logit after a step that AdamW has rounded up.
+
+    A norm that counts the tied weight on both of its stages is a tenth off, and so is one of key/value gradients that
+    ranks have not summed, be it in the second half of a folded model alone."""
     (expected,) = run_ranks(_answers, 1, [SERIAL])[0]
-    ranks = run_ranks(_answers, 2, SCHEDULES)
-    for case, *seen in zip(SCHEDULES, *ranks, strict=True):
+    ranks = run_ranks(_answers, cases[0].world_size, cases)
+    for case, *seen in zip(cases, *ranks, strict=True):
         for rank in seen:
+            assert rank["norms"] == pytest.approx(expected["norms"], rel=2e-5), case
             assert rank["losses"] == pytest.approx(expected["losses"], rel=2e-5), case
         for number, truth in enumerate(expected["logits"]):
             found = [rank["logits"][number] for rank in seen if rank["logits"][number] is not None]
-            assert len(found) == 1, f"{case}: one rank holds the head"
-            assert found[0].shape == truth.shape
-            assert np.abs(found[0] - truth).max() <= 1e-4 * np.abs(truth).max(), case
+            assert len(found) == case.tp, f"{case}: one stage holds the head"
+            for logits in found:
+                assert logits.shape == truth.shape
+                assert np.abs(logits - truth).max() <= 1e-4 * np.abs(truth).max(), case
 
 
 def _train_and_die(rank: int, case: Case, root: Path) -> None:

@@ -10,8 +10,10 @@ from typing import Any, get_args
 import pytest
 
 from launch.errors import LaunchError, sentences_of
+from launch.parity.comparison import Deviation
 from launch.parity.diagnosis import LayoutResult, diagnose
 from launch.parity.layout import AUTO, ParityLayout, auto_layouts, layout_of, parse_layouts
+from launch.parity.observations import Quantity
 from launch.parity.verify import make_plan
 from megalite.config import ConfigError, load_config
 from megalite.config.sections import PipelineSchedule, RecomputeMode
@@ -226,6 +228,45 @@ def test_a_failure_of_compiled_blocks_with_two_ranks_is_told_apart_from_one_with
         "tp=2,compile=blocks",
     )
     assert causes(lambda layout: layout.tp == 2) == (("tp",), "tp=2,compile=none")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "needs", "said"),
+    [
+        ({("loss", 1): "step 1"}, ("pp", "accumulation"), "the loss over several does not, but an evaluation's does"),
+        (
+            {("loss", 1): "step 1", ("evaluation loss", 1): "before training"},
+            ("schedule", "accumulation"),
+            "does not, nor does an evaluation's: look at what one could take from another",
+        ),
+        ({("loss", 1): "step 1"}, ("schedule",), "look at the order of its passes and at their messages, not at"),
+        ({("loss", 1): "step 1"}, ("tp",), "look at the output head"),
+        ({("logits", 1): "logits"}, ("accumulation",), "look at the output head"),
+        ({("source loss", 1): "source 1"}, ("dp",), "the loss agrees, that of source 1 does not"),
+        (
+            {("gradient", 3): "c", ("gradient reduction", 2): "b", ("gradient", 2): "a", ("weight", 1): "w"},
+            ("pp",),
+            "step 2: gradients agree until then, adamw gradient reduction in step 2 of b does not",
+        ),
+        ({("weight", 1): "w"}, ("dp",), "update: gradients and their norm agree, the adamw weight does not, most of"),
+    ],
+)
+def test_the_first_difference_says_where_to_look(
+    wrong: dict[tuple[str, int], str], needs: tuple[str, ...], said: str
+) -> None:
+    """Outputs are observed one micro-batch at a time: where they agree, what goes wrong between several is not in the
+    head; and what goes wrong in a later step is not said of the first."""
+    deviations = tuple(Deviation(Quantity("adamw", *kind), name, 1.0, 0.1) for kind, name in wrong.items())
+
+    def run(layout: ParityLayout) -> LayoutResult:
+        fails = all(axis in layout.axes for axis in needs)
+        return LayoutResult(layout, "fp32", 1.0, deviations if fails else ())
+
+    answer: Any = None  # asked only about norms
+    whole = ParityLayout(tp=2, pp=2, dp=2, accumulation=4, schedule="zb-v")
+    diagnosis = diagnose(run(whole), run, answer, [])
+    needed = {"accumulation"} if "schedule" in needs else set()  # a schedule is nothing without it
+    assert set(diagnosis.axes) == set(needs) - needed and said in diagnosis.sentences[1], diagnosis.sentences
 
 
 def test_only_a_cut_sequence_is_split_in_shared_memory() -> None:

@@ -10,7 +10,9 @@ import pytest
 from launch.errors import LaunchError
 from launch.parity.layout import ParityLayout
 from launch.parity.problem import make_problem
+from launch.parity.verify import make_plan
 from megalite.config import Config
+from megalite.config.batch_stages import shapes_of
 from tests.helpers.odd_sizes import MODEL, config_of, problem
 
 BIG = {
@@ -175,3 +177,33 @@ def test_balance_of_experts_is_left_out_and_said() -> None:
     assert not any(value for _, value in asked.config.training.router)
     assert "training.router.z_loss 0.1 -> 0, because transformers has no such loss" in asked.changes
     assert "training.router.bias_rate 0.01 -> 0, because transformers has no such bias" in asked.changes
+
+
+def test_a_deep_problem_has_the_batches_and_mixes_of_all_stages() -> None:
+    """In each step the config's own number of micro-batches, which a plain problem cuts to four; sequences of all
+    lengths, in the proportions of the run; and no sample of a source that has no weight in a stage."""
+    stages = [{"from_steps": 3, "global_batch_size": 96, "sequence_length": 96, "micro_batch_size": 4}]
+    stages += [{"from_tokens": 900_000, "global_batch_size": 144, "micro_batch_size": 1}]
+    batch = {"global_batch_size": 48, "micro_batch_size": 3, "sequence_length": 32, "steps": 99, "stages": stages}
+    mix = {"b": {"path": "x", "weight": 1}, "a": {"path": "x", "weight": 0}}
+    weights = ({"a": 1, "b": 0}, {"a": 1}, {"b": 0.5})
+    changes = [{"from_steps": step, "weights": each} for step, each in enumerate(weights, start=1)]
+    data = {"path": None, "sources": mix, "stages": changes}
+    config = config_of(training=batch, data=data, parallel={"data_parallel_size": 2})
+    plan = make_plan(config, deep=True, seed=1)
+    own = ParityLayout(dp=2, accumulation=8)
+    assert plan.layouts == (own,) and plan.problem.steps == 4
+    assert "steps 3 -> 4" in " ".join(plan.problem.changes)
+    training = plan.problem.training()
+    assert [each.tokens.shape for each in training.batches] == [(48, 21), (24, 63), (144, 63), (144, 63)]
+    assert [training.micro_batches(8, step) for step in range(4)] == [8, 12, 72, 72]
+    assert [training.micro_batches(1, step) for step in range(4)] == [1, 1, 1, 1], "accumulation is off in all steps"
+    for layout, micro_batches in ((own, [8, 12, 72]), (own.without("dp"), [8, 12, 72]), (ParityLayout(), [1, 1, 1])):
+        shapes = shapes_of(layout.config(training.config).training)
+        assert [shape.micro_batches(layout.dp) for shape in shapes] == micro_batches, layout
+    drawn = [set(each.sources) for each in training.batches if each.sources is not None]
+    assert drawn == [{1}, {0}, {0, 1}, {1}], "places by name"
+    with pytest.raises(
+        LaunchError, match=r"--deep, whose layout is the config's own: dp=16.* needs 16 ranks, and 8 fit"
+    ):
+        make_plan(config_of(training={"global_batch_size": 16}, parallel={"data_parallel_size": 16}), deep=True)
