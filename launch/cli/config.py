@@ -35,7 +35,12 @@ config_app = typer.Typer(
 def init(
     source: Annotated[
         str | None,
-        typer.Option("--from", metavar="HF_DIR", help="Hugging Face folder or hub id whose weights to start from."),
+        typer.Option(
+            "--from",
+            metavar="HF_DIR",
+            help="Hugging Face folder or hub id whose weights to start from; or the name of a published model, such as "
+            "llama3-8b, to train its sizes from random weights.",
+        ),
     ] = None,
     output: OutputFile = None,
     overwrite: OverwriteFile = False,
@@ -52,11 +57,17 @@ def init(
     weights = None
     if source is not None:
         from launch.huggingface.hub_folder import hub_config, is_hub_model
+        from megalite.config.known_models import names_near, run_text
 
+        if not Path(source).exists() and (text := run_text(source)) is not None:
+            _write(text, output, overwrite)
+            return
         if not is_hub_model(Path(source)):
+            near = " or ".join(names_near(source))
+            meant = f", nor the name of a published model: did you mean {near}?" if near else ""
             raise LaunchError(
                 f"--from {source}: {Path(source).absolute()} is no folder with a config.json, nor is it a hub id "
-                "(organisation/name)"
+                f"(organisation/name){meant}"
             )
         folder, model = hub_config(Path(source))
         weights = SourceOfWeights(source, folder, model.max_position_embeddings)

@@ -27,6 +27,7 @@ from launch.runtime.printing import say
 from launch.trainer.run_config import load_run_config
 from megalite.config import Config, ConfigError, resolve_layout, wanted_world_size
 from megalite.config.auto import PLACEHOLDERS
+from megalite.config.known_models import origin, run_of
 from megalite.config.load import stated_values
 from megalite.config.suggestions import dotted
 from megalite.config.yaml_text import to_yaml
@@ -108,7 +109,8 @@ def layouts(
         is_rough = is_guess(result.cluster.accelerator)
         stages = [f"batch: {stage_in_words(stage)}" for stage in stage_facts(config)]
         lines = [*explain(result), *stages, *outlook_lines(outlook, config, price, rough=is_rough)]
-        say("\n".join([*lines, *(f"note: {line}" for line in caveats(config, result))]))
+        known = [origin(str(config_path))] if run_of(str(config_path)) and not config_path.exists() else []
+        say("\n".join([*lines, *(f"note: {line}" for line in [*known, *caveats(config, result)])]))
     if write is not None:
         write_file(write, best_config(config_path, overrides or [], result))
         _report(f"wrote {write}; train with: megalite train {write}", beside_result=as_json or as_csv)

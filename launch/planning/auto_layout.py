@@ -87,7 +87,7 @@ def hosts_cluster(
         )
     # a step takes as long as the slowest of them, and must fit the smallest
     clusters = [nodes_of(name, nodes, per_node, "hosts") for name in kinds]
-    slowest = min(clusters, key=lambda one: max(one.accelerator.peak_tflops.values()) * one.accelerator.efficiency)
+    slowest = min(clusters, key=lambda one: one.accelerator.fastest_tflops * one.accelerator.efficiency)
     return _with_memory(slowest, min(one.accelerator.memory_gib for one in clusters))
 
 

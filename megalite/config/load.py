@@ -21,6 +21,7 @@ from megalite.config.config import Config
 from megalite.config.errors import ConfigError, ConfigProblem, problems_of
 from megalite.config.foreign_words import Kind, kind_of, stack
 from megalite.config.hidden_secrets import without_secrets
+from megalite.config.known_models import names_near, run_of
 from megalite.config.rules import broken_rules
 from megalite.config.secret_options import secret_in_override, secrets_among
 from megalite.config.suggestions import OptionPath, dotted, named_as, option_paths
@@ -188,6 +189,8 @@ def _read_stated(path: Path, overrides: Sequence[str]) -> _Stated:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[LinePath, int]]:
+    if str(path) == path.name and not path.exists() and (values := run_of(path.name)) is not None:
+        return values, {}
     try:
         with path.open(encoding="utf-8") as file:
             text = file.read(MOST_CHARACTERS + 1)
@@ -225,7 +228,9 @@ def _unreadable(path: Path, error: OSError) -> str:
         name = without_secrets(override[1])
         return f'"{name}=..." stands where a config is needed: the config comes first, then overrides'
     if isinstance(error, FileNotFoundError):
-        return f"{path.absolute()} does not exist{_nearest(path)}"
+        near = names_near(path.name) if str(path) == path.name and not path.suffix else []
+        meant = f"; of the models known by name, did you mean {' or '.join(near)}?" if near else ""
+        return f"{path.absolute()} does not exist{_nearest(path) or meant}"
     if isinstance(error, IsADirectoryError):
         return f"{path} is a folder: {_config_of_folder(path)}"
     return f"{path} cannot be read: {error.strerror}"

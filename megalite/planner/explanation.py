@@ -58,6 +58,14 @@ def caveats(config: Config, result: SearchResult) -> list[str]:
             f"ZeRO-3 is taken to hide {seconds(best.time.hidden_s)} of exchanges behind computing; where it does not, "
             f"a step takes so much longer{instead}"
         )
+    if config.precision.float8 != "none":
+        peak = kind.peak_tflops.get("fp8")
+        said.append(
+            f"products in float8 are taken to reach the same part of their peak, {peak:,.0f} TFLOP/s, and memory to be "
+            "that of 16 bits: no run was fitted to it"
+            if peak
+            else f"no peak in fp8 is known of {result.cluster.accelerator_name}: steps are timed as in 16 bits"
+        )
     if config.training.stages:
         largest = largest_shape(config.training)
         said.append(

@@ -85,7 +85,7 @@ class Accelerator(Section):
     memory_gib: PositiveFloat
     """Most that a process can allocate, in GiB."""
 
-    peak_tflops: dict[Dtype, PositiveFloat]
+    peak_tflops: dict[Dtype | Literal["fp8"], PositiveFloat]
     """Peak of dense matrix products, per number format."""
 
     memory_gb_per_s: PositiveFloat
@@ -120,6 +120,11 @@ class Accelerator(Section):
 
     published: list[PublishedSpeed] = Field(default_factory=list)
     """Speeds of training that others have published."""
+
+    @property
+    def fastest_tflops(self) -> float:
+        """The peak of its fastest number format of 16 or 32 bits."""
+        return max(peak for name, peak in self.peak_tflops.items() if name != "fp8")
 
     @property
     def is_fitted(self) -> bool:
@@ -191,7 +196,8 @@ class Cluster(Section):
         """Returns the dense floating-point operations per second of one accelerator."""
         peaks = self.accelerator.peak_tflops
         if dtype not in peaks:
-            others = f"use {' or '.join(peaks)}, or " if peaks else ""
+            others = " or ".join(name for name in peaks if name != "fp8")
+            others = f"use {others}, or " if others else ""
             raise ConfigError(
                 f"{self.accelerator_name} has no peak_tflops for precision.dtype {dtype}: {others}add it to the "
                 "cluster file"
@@ -282,7 +288,10 @@ def _find(kind: str, name: str, known: dict[str, Entry]) -> Entry:
         return by_lower[name.lower()]
     near = _names_near(name, known) if name else []
     meant = f"did you mean {' or '.join(near)}? The" if near else "the"
-    raise ConfigError(f'unknown {kind} "{name}": {meant} catalogue has {", ".join(known)}; or describe it yourself')
+    raise ConfigError(
+        f'unknown {kind} "{name}": {meant} catalogue has {", ".join(known)}; or describe your own in '
+        "~/.config/megalite/hardware.yaml or a --cluster file, as docs/planner.md shows"
+    )
 
 
 def _names_near(name: str, known: Iterable[str]) -> list[str]:

@@ -18,20 +18,16 @@ def best_published(kind: Accelerator, precision: str) -> PublishedSpeed | None:
 def beside_published(
     name: str, kind: Accelerator, precision: PrecisionConfig, model_tflops: float, *, is_measured: bool
 ) -> str | None:
-    """Returns a sentence with our model TFLOP/s of one accelerator and the best published; None where there is none.
-
-    A run in float8 is compared with others in float8, though its own prediction is that of 16 bits, which it says.
-    """
-    in_float8 = precision.float8 != "none"
-    ours = "fp8" if in_float8 else precision.dtype
+    """Returns a sentence with our model TFLOP/s of one accelerator and the best published; None where there is none."""
+    ours = "fp8" if precision.float8 != "none" else precision.dtype
     best = best_published(kind, ours)
     if best is None:
         return None
-    what = "measured" if is_measured else f"predicted, as in {precision.dtype}," if in_float8 else "predicted"
+    what = "measured" if is_measured else "predicted"
     where = f"{best.system}, {best.model}, sequences of {best.sequence_length:,}, {best.accelerators:,} of them"
     counted = "; TFLOP/s computed here from published tokens/s" * best.is_computed_here
     beyond = "; take a prediction that nobody has reached as a limit"
-    is_beyond = not is_measured and not in_float8 and model_tflops > best.model_tflops
+    is_beyond = not is_measured and model_tflops > best.model_tflops
     return (
         f"{what} {model_tflops:.4g} model TFLOP/s of each {name} in {ours}; published best: "
         f"{best.model_tflops:.4g} in {best.precision} ({where}{counted})"

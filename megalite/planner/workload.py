@@ -111,6 +111,7 @@ class TrainingWorkload:
     gradient_bucket_size: int = 50_000_000  # numbers that replicas reduce in one collective
     optimizer: Literal["adamw", "muon", "sgd"] = "adamw"
     moments_dtype: Dtype = "fp32"
+    in_float8: bool = False  # products with the weights of blocks
     document_mask: bool = False
     offloads_optimizer: bool = False  # to the memory of the host
     offloads_activations: bool = False
@@ -191,6 +192,7 @@ class TrainingWorkload:
             gradient_bucket_size=config.parallel.gradient_bucket_size,
             optimizer=config.optimizer.name,
             moments_dtype=config.optimizer.moments_dtype,
+            in_float8=config.precision.float8 != "none",
             document_mask=config.data.document_mask,
             offloads_optimizer=config.offload.optimizer == "cpu",
             offloads_activations=config.offload.activations == "cpu",

@@ -49,6 +49,7 @@ class Speed:
     memory_bytes: float
     launch_s: float  # of one block's forward pass by the host
     number_bytes: int  # as which a number counts outside matrix products
+    float8_flops: float | None = None  # of products with a block's weights, where they are in float8
 
     @classmethod
     def of(cls, job: TrainingWorkload, cluster: Cluster) -> Speed:
@@ -56,13 +57,14 @@ class Speed:
         elementwise operations are widened to fp32, which takes as long as fp32 or longer."""
         accelerator, peak = cluster.accelerator, cluster.peak_flops(job.dtype)
         fused = {"materialized": 0.0, **dict(accelerator.flash_attention)}[job.stack.attention]
-        widens = accelerator.device == "cpu"
+        widens, float8 = accelerator.device == "cpu", accelerator.peak_tflops.get("fp8")
         return cls(
             flops=peak * accelerator.efficiency,
             attention_flops=fused * (accelerator.peak_tflops.get("fp32", peak / 1e12) * 1e12 if widens else peak),
             memory_bytes=accelerator.memory_gb_per_s * 1e9 * MEMORY_EFFICIENCY,
             launch_s=accelerator.launch_us * 1e-6,
             number_bytes=BYTES["fp32" if widens else job.dtype],
+            float8_flops=1e12 * float8 * accelerator.efficiency if float8 and job.in_float8 else None,
         )
 
     def product(self, rows: float, columns: int, inner: int, size: int, count: float = 1.0) -> LayerTime:
@@ -72,6 +74,14 @@ class Speed:
         flops = 2.0 * rows * columns * inner * count
         moved = size * (rows * inner + inner * columns + rows * columns) * count
         return LayerTime(matrix_s=flops / self.flops + moved / self.memory_bytes)
+
+    def weights(self, rows: float, columns: int, inner: int, size: int) -> LayerTime:
+        """Returns the time of a product with a block's weights, which may be in float8: then its operands are read in
+        16 bits, written in 8 and read again, and it is taken to reach the same part of its peak."""
+        if self.float8_flops is None:
+            return self.product(rows, columns, inner, size)
+        moved = (size + 1 + 1) * inner * (rows + columns) + size * rows * columns
+        return LayerTime(matrix_s=2.0 * rows * columns * inner / self.float8_flops + moved / self.memory_bytes)
 
     def moving(self, moved_bytes: float) -> LayerTime:
         return LayerTime(memory_s=moved_bytes / self.memory_bytes)
@@ -155,11 +165,11 @@ def _products(job: TrainingWorkload, layer: int, speed: Speed) -> list[LayerTime
     model, t, size, tokens = job.model, job.layout.tensor_parallel_size, BYTES[job.dtype], job.micro_batch_tokens
     hidden, query = model.hidden_size, cut(model.num_attention_heads * model.head_dim, t)
     key_value = cut(model.num_key_value_heads * model.head_dim, t)
-    found = [speed.product(tokens, query + 2 * key_value, hidden, size), speed.product(tokens, hidden, query, size)]
+    found = [speed.weights(tokens, query + 2 * key_value, hidden, size), speed.weights(tokens, hidden, query, size)]
     if not model.has_experts(layer):
         features, gates = cut(model.intermediate_size, t), 2 if model.gated_mlp else 1
-        found.append(speed.product(tokens, gates * features, hidden, size))
-        return [*found, speed.product(tokens, hidden, features, size)]
+        found.append(speed.weights(tokens, gates * features, hidden, size))
+        return [*found, speed.weights(tokens, hidden, features, size)]
     assert model.num_experts is not None
     features, rows = cut(model.moe_intermediate_size, t), tokens * model.num_experts_per_tok / model.num_experts
     found.append(speed.product(tokens, model.num_experts, hidden, size))
