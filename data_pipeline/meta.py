@@ -43,6 +43,7 @@ class CorpusMeta:
     special_tokens: str = "keep"
     fill_in_the_middle: Annotated[float, Field(ge=0, le=1)] = 0.0  # share of the documents
     skipped_rows: Count = 0
+    tokenizer_files: bool = False  # all files of the tokenizer were read; by older versions tokenizer.json alone
     tokenizers: str | None = None  # version of the library that encoded
     gigatoken: str | None = None  # version of the fast encoder of the run that finished; None: the exact one
     format: str = FORMAT

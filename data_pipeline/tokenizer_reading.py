@@ -87,12 +87,10 @@ def _existing(files: list[Path]) -> list[tuple[Path, Any]]:
 @lru_cache(maxsize=8)
 def _inspected(path: Path, stamps: tuple[Any, ...]) -> TokenizerFile:
     """Inspects a tokenizer once per process; `stamps` are in the cache key because its files may be replaced."""
-    config = _configuration(path.parent / TOKENIZER_CONFIG)
     harmless = is_harmless(path)
-    if harmless and (ends := _plain_ends(path, config)) is not None:
-        loaded, content = load_tokenizer(path), None
-        digest = sha256_of_file(path)
-        facts = {"vocab_size": vocabulary_size(loaded), "sha256": digest, "content": content, **ends}
+    loaded = load_tokenizer(path) if harmless else None
+    if loaded is not None and (ends := _plain_ends(path, _configuration(path.parent / TOKENIZER_CONFIG))) is not None:
+        facts = {"vocab_size": vocabulary_size(loaded), "sha256": sha256_of_file(path), **ends}
     else:
         with HubTokenizer(path.parent) as reader:
             facts = reader.facts()
@@ -129,9 +127,16 @@ def is_harmless(path: Path) -> bool:
         return False
     try:
         content = json.loads(path.read_bytes())
-        splits, model = content["pre_tokenizer"], content["model"]
-        rules = (content.get("normalizer"), splits["type"], splits.get("use_regex", True), model["type"])
-        return bool(rules == (None, "ByteLevel", True, "BPE") and len(content.get("added_tokens") or []) < 10_000)
+        splits, model, spells = content["pre_tokenizer"], content["model"], content["decoder"]
+        rules = (
+            content.get("normalizer"),
+            splits["type"],
+            splits.get("use_regex", True),
+            model["type"],
+            spells["type"],
+        )
+        is_known = rules == (None, "ByteLevel", True, "BPE", "ByteLevel")
+        return is_known and len(content.get("added_tokens") or []) < 10_000
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return False
 

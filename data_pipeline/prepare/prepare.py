@@ -336,6 +336,7 @@ def _merge(job: PreparationPlan, store: PartStore, reporter: _Reporter) -> tuple
         special_tokens=job.options.special_tokens,
         fill_in_the_middle=job.options.fill_in_the_middle,
         skipped_rows=joined.bad_rows,
+        tokenizer_files=True,
         tokenizers=version("tokenizers"),
         gigatoken=version("gigatoken") if is_fast else None,
     )

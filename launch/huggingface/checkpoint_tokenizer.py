@@ -127,6 +127,25 @@ def has_sha256(files: list[Path], wanted: str | None) -> bool:
     return wanted is not None and (_file_sha256(files) == wanted or tokenizer_sha256(files) == wanted)
 
 
+def changed_since(folder: Path, data: Path | str, sha256: str | None, *, all_files: bool) -> str:
+    """Returns a notice of data that an older version prepared from the tokenizer.json of `folder` alone; "" if none.
+
+    all_files: data with this SHA-256 was prepared with all files. Raises LaunchError if they make other ids now.
+    """
+    files = tokenizer_files(folder)
+    if sha256 is None or _file_sha256(files) != sha256 or tokenizer_sha256(files) == sha256:
+        return ""
+    if all_files:
+        raise LaunchError(
+            f"{folder}: the files beside its {TOKENIZER} make other ids of a text than when {data} was prepared: give "
+            "the former files back, or prepare the data again"
+        )
+    return (
+        f"{data} was prepared from the {TOKENIZER} of {folder} alone, and the files beside it make other ids of a text: "
+        "prepare the data again, so that the model is trained on those that it will be asked with"
+    )
+
+
 def _file_sha256(files: list[Path]) -> str | None:
     return next((digest(path).sha256 for path in files if path.name == TOKENIZER), None)
 

@@ -14,7 +14,7 @@ from typing import Any
 from data_pipeline.meta import read_meta
 from data_pipeline.tokenizer_reading import HubTokenizer
 from launch.errors import LaunchError
-from launch.huggingface.checkpoint_tokenizer import REMEDY, find_tokenizer, given_tokenizer
+from launch.huggingface.checkpoint_tokenizer import REMEDY, changed_since, find_tokenizer, given_tokenizer
 from launch.huggingface.hub_folder import ENDS_OF_TURNS, local_folder, model_of
 from launch.huggingface.model_folder import ModelFolder, open_model_folder
 from launch.trainer.resume import IMPORTED, check_tokenizer
@@ -68,6 +68,8 @@ class StoredModel:
         meta = read_meta(prefix)
         if meta is None:
             return
+        if self.tokenizer is not None:
+            changed_since(self.tokenizer, prefix, meta.tokenizer_sha256, all_files=meta.tokenizer_files)
         if self.hub is not None:
             self.hub.check_tokenizer(prefix, meta.tokenizer, meta.tokenizer_sha256)
         elif self.manifest is not None:

@@ -48,6 +48,7 @@ class RunData:
     tokenizer: str | None  # folder of the tokenizer that prepared them
     tokenizer_sha256: str | None
     notices: tuple[str, ...]
+    tokenizer_files: bool = False  # all its files were read when they were prepared
     ends_of_turns: tuple[int | None, ...] = ()  # of conversations; None: older versions did not record it
 
     def from_position(self, config: Config, followed: FollowedMix) -> RunData:
@@ -91,6 +92,7 @@ def open_data(config: Config) -> RunData:
         meta.tokenizer if meta else None,
         meta.tokenizer_sha256 if meta else None,
         tuple(notice for notice in notices if notice),
+        meta is not None and meta.tokenizer_files,
         tuple(dict.fromkeys(meta.end_of_turn_id for meta in trained if meta.train_on)),
     )
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from launch.errors import LaunchError
+from launch.huggingface.checkpoint_tokenizer import changed_since
 from launch.huggingface.hub_folder import is_hub_id
 from launch.planning.memory_check import MemoryForecast, forecast_memory, refuse_what_cannot_fit
 from launch.planning.this_machine import UNMEASURED, cpu_memory, describe_machine
@@ -109,6 +110,10 @@ def position_without_lock(config: Config, flags: StartFlags, *, may_download: bo
         start = Start(notices=(f"the weights of {source} are downloaded when the run starts",))
     else:
         start = find_start(config, data, own, skipped, flags)
+    if start.tokenizer is not None:
+        prefix, sha256 = config.data.prefixes[0], data.tokenizer_sha256
+        if notice := changed_since(start.tokenizer, prefix, sha256, all_files=data.tokenizer_files):
+            log.warning(notice)
     may_be_on_mirror = own is None and config.checkpoint.mirror is not None
     if may_be_on_mirror and not may_download:
         later = f"the run resumes from {config.checkpoint.mirror} if that has a checkpoint: a dry run does not look"

@@ -12,9 +12,12 @@ import pytest
 
 from data_pipeline.tokenizer import train_tokenizer
 from data_pipeline.tokenizer_reading import inspect_tokenizer
+from launch.errors import LaunchError
 from launch.trainer.data import open_data
 from launch.trainer.resume import Start, checkpoints_of, find_start
 from launch.trainer.run_tokenizer import keep_tokenizer, tokenizer_in_manifests
+from launch.trainer.start_checks import position_without_lock
+from launch.trainer.start_flags import NO_FLAGS
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.manifest import MANIFEST, find_latest, read_manifest
 from megalite.config import Config
@@ -87,6 +90,22 @@ def test_the_class_that_the_models_config_names_is_kept_too(config: Config, tmp_
     assert json.loads((copied / "config.json").read_text()) == {"model_type": "gpt2"}
     alone = inspect_tokenizer(shutil.copytree(copied, tmp_path / "alone", ignore=lambda *_: ["config.json"]))
     assert inspect_tokenizer(source).sha256 == inspect_tokenizer(copied).sha256 != alone.sha256
+
+
+def test_files_beside_it_that_make_other_ids_are_noticed(
+    config: Config, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its tokenizer.json is the same. Data of older versions stays usable: they read that file alone."""
+    added = tmp_path / "corpus" / "tokenizer" / "added_tokens.json"
+    added.write_text("{}")
+    position_without_lock(config, NO_FLAGS)
+    added.write_text(json.dumps({"import": config.model.vocab_size}))
+    with pytest.raises(LaunchError, match=r"files beside its tokenizer.json make other ids"):
+        position_without_lock(config, NO_FLAGS)
+    meta = tmp_path / "corpus" / "text.meta.json"
+    meta.write_text(json.dumps(json.loads(meta.read_text()) | {"tokenizer_files": False}))
+    position_without_lock(config, NO_FLAGS)
+    assert "was prepared from the tokenizer.json of" in caplog.text
 
 
 def test_a_resume_needs_only_the_kept_one(config: Config, tmp_path: Path) -> None:
