@@ -127,14 +127,8 @@ def is_harmless(path: Path) -> bool:
         return False
     try:
         content = json.loads(path.read_bytes())
-        splits, model, spells = content["pre_tokenizer"], content["model"], content["decoder"]
-        rules = (
-            content.get("normalizer"),
-            splits["type"],
-            splits.get("use_regex", True),
-            model["type"],
-            spells["type"],
-        )
+        splits, kinds = content["pre_tokenizer"], [content[name]["type"] for name in ("model", "decoder")]
+        rules = (content.get("normalizer"), splits["type"], splits.get("use_regex", True), *kinds)
         is_known = rules == (None, "ByteLevel", True, "BPE", "ByteLevel")
         return is_known and len(content.get("added_tokens") or []) < 10_000
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):

@@ -141,7 +141,7 @@ def changed_since(folder: Path, data: Path | str, sha256: str | None, *, all_fil
             "the former files back, or prepare the data again"
         )
     return (
-        f"{data} was prepared from the {TOKENIZER} of {folder} alone, and the files beside it make other ids of a text: "
+        f"{data} was prepared from the {TOKENIZER} of {folder} alone, and the files beside it make other ids: "
         "prepare the data again, so that the model is trained on those that it will be asked with"
     )
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from data_pipeline.tokenizer import train_tokenizer
+from megalite.checkpoint.manifest import read_manifest
 from tests.e2e.test_documented_commands import commands_of, words_of
 from tests.helpers.commands import ROOT, metrics, run
 from tests.helpers.hub_models import HubModel
@@ -53,7 +54,6 @@ def test_from_conversations_to_a_conversation(workplace: Path) -> None:
     assert losses[-1] < 0.2 * losses[0], losses
     assert done.stdout.strip() == "for item in items:" and "up to an end token" in done.stderr
     meta = json.loads((workplace / "runs/chat/data/chats.meta.json").read_text())
-    exported = workplace / "runs/chat/run/hugging_face/step_00000060"
-    for name in ("config.json", "generation_config.json"):  # others stop there too, which know nothing of templates
-        assert json.loads((exported / name).read_text())["eos_token_id"] == [meta["end_of_turn_id"], 0]
+    saved = read_manifest(workplace / "runs/chat/run/checkpoints/step_00000060").config
+    assert saved["ends_of_turns"] == [meta["end_of_turn_id"]] == [0]  # where exports of it end
     assert meta["document_count"] == 12 and meta["train_on"] == "all-turns" and meta["skipped_rows"] == 0
