@@ -80,7 +80,7 @@ def init(
 def from_(
     files: Annotated[
         list[str],
-        typer.Argument(help="Files of one stack, then section.option=value ...", metavar="FILE... [OVERRIDES]..."),
+        typer.Argument(help="Files of one stack, then section.option=value ...", metavar="FILE... [OVERRIDES]"),
     ],
     kind: Annotated[
         str | None, typer.Option(help="deepspeed, megatron, neox or torchtitan; default: as recognised.")

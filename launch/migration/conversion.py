@@ -44,6 +44,9 @@ REQUIRED: tuple[OptionPath, ...] = (
     ("data", "path"),
     *(("training", name) for name in ("global_batch_size", "micro_batch_size", "sequence_length", "steps")),
 )
+INSTEAD = {"data.path": "data.sources", "training.steps": "training.tokens"}
+INSTEAD |= {other: option for option, other in INSTEAD.items()}
+"""Options of which a config has one, and the other of each."""
 OUTCOMES = ("taken", "another thing here", "left out there", "yours to set", "nothing to set", "not here", "unknown")
 
 
@@ -93,8 +96,9 @@ def migrate(kind: Kind, settings: Sequence[ForeignSetting], overrides: Sequence[
     for each in settings:
         _apply(each, migrated, quantities)
     migrated.options |= stated
+    stated_instead = {other for option, other in INSTEAD.items() if option in stated}
     derived, found, notes = derive(quantities, migrated.options)
-    migrated.options |= {option: value for option, value in derived.items() if option not in stated}
+    migrated.options |= {option: value for option, value in derived.items() if option not in {*stated, *stated_instead}}
     for word, value, here in notes:
         migrated.lines = [line for line in migrated.lines if line.word != word or not word]
         migrated.lines.append(Became(word, value, "another thing here", here))
@@ -256,7 +260,7 @@ def _fill(migrated: MigratedConfig) -> None:
         option = dotted(path)
         if path[0] == "model" and "training.initialize_from" in options:
             continue
-        instead = {"data.path": "data.sources", "training.steps": "training.tokens"}.get(option, option)
+        instead = INSTEAD.get(option, option)
         if option not in options and not any(name.startswith(instead) for name in options):
             options[option] = starting_value(path)
             migrated.filled.append(option)

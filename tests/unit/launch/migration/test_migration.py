@@ -451,17 +451,18 @@ def test_a_ramp_of_the_batch_is_stages(tmp_path: Path) -> None:
 def test_the_command_writes_a_config_that_loads_and_overwrites_nothing(tmp_path: Path) -> None:
     script, target = tmp_path / "run.sh", tmp_path / "config.yaml"
     script.write_text(MEGATRON)
-    words = ("config", "from", str(script), "run_dir=runs/gpt", "-o", str(target))
+    words = ("config", "from", str(script), "run_dir=runs/gpt", "training.steps=7", "data.path=mine", "-o", str(target))
     done = command_line(*words)
     assert done.returncode == 0, done.stderr
     assert "--weird-flag" in done.stdout and "unknown" in done.stdout and f"wrote {target}" in done.stdout
     config = load_config(target)
     assert config.run_dir == Path("runs/gpt") and config.model.num_hidden_layers == 24
+    assert config.data.path == ["mine"] and config.training.tokens is None, "an override takes the place of both"
     before = target.read_text()
     again = command_line(*words)
     assert again.returncode == 2 and "is there already: give --overwrite" in again.stderr
     assert target.read_text() == before
-    printed = command_line("config", "from", str(script), "run_dir=runs/gpt")
+    printed = command_line(*words[:-2])
     assert printed.stdout == before, "the table is on standard error, so that the output is a config"
     as_json = json.loads(command_line("config", "from", str(script), "--json").stdout)
     assert as_json["config"]["model"]["hidden_size"] == 2048 and as_json["words"]
