@@ -56,6 +56,7 @@ from launch.runtime.printing import say
 from launch.runtime.processes import end_with_parent
 from launch.runtime.rank_environment import ATTEMPT, Rank, take_private_environment, this_rank, waiting_hint
 from launch.runtime.rank_process import be_deterministic, choose_interface, is_unsupervised, run_to_the_end, tell_once
+from launch.runtime.run_lock import LOCK
 from launch.runtime.start_witness import witness
 from launch.runtime.startup_progress import StartupProgress
 from launch.trainer.attention_words import attention_in_words
@@ -66,13 +67,14 @@ from launch.trainer.prediction_tracker import PredictionTracker, look_up_machine
 from launch.trainer.rank_devices import check_memory_of_ranks, devices_in_words, devices_of_ranks
 from launch.trainer.resume import RunSetup, agree_on_start, checkpoints_of, load_state
 from launch.trainer.run_config import load_run_config, with_layout_for_all
-from launch.trainer.run_folder import lock_run_folder
+from launch.trainer.run_folder import RunFolderInUse, lock_run_folder
 from launch.trainer.run_logger import RunLogger
 from launch.trainer.run_mix import FollowedMix
 from launch.trainer.run_summary import tell_start
 from launch.trainer.start_flags import NO_FLAGS, StartFlags, split_flags
 from megalite.checkpoint.durable_files import NO_ROOM
 from megalite.checkpoint.errors import StorageError
+from megalite.checkpoint.fence import fence
 from megalite.checkpoint.small_files import forbid_writing_by_all
 from megalite.config import Config, resolve_layout
 from megalite.config.known_bad import check_known_bad, installed_versions
@@ -150,6 +152,7 @@ def _load_and_run(arguments: Sequence[str], console: Console, exit_stack: ExitSt
             run(config, rank, exit_stack, progress, flags)
     except USER_ERRORS as error:
         may_pass = isinstance(error, StorageError) and not error.is_lasting
+        may_pass |= isinstance(error, RunFolderInUse) and ATTEMPT in os.environ  # by a frozen host of an attempt before
         return _fail(
             "\nmegalite: error: ".join(sentences_of(error)), rank, FAILED_CODE if may_pass else USER_ERROR_CODE
         )
@@ -237,6 +240,7 @@ def run(
     import torch
 
     from megalite.engine.activity import Activity
+    from megalite.engine.agreement import from_rank_0
     from megalite.engine.build import build_engine
     from megalite.parallel.mesh import Mesh
     from megalite.resilience.watchdog import Watchdog, agree_on_launch
@@ -257,6 +261,7 @@ def run(
         heartbeat.step = lambda: activity.span.step
     record_hang = partial(EventLog(config.run_dir / EVENTS).write, "hung")
     launch = agree_on_launch()
+    fence.begin(config.run_dir / LOCK, from_rank_0(lambda: fence.read(config.run_dir / LOCK), str))
     with_local_data = open_on_all_hosts(config, rank, progress)  # before the watchdog, whose limits are for steps
     progress.begin("opening the data")
     with Watchdog(

@@ -54,6 +54,7 @@ from launch.runtime.local_ranks import rank_environment
 from launch.runtime.logs import get_logger
 from launch.runtime.processes import StopSignals
 from launch.runtime.rank_environment import ATTEMPT, PRIVATE
+from launch.runtime.run_lock import is_locked, lock_holder
 from launch.supervision.liveness import HeartbeatMonitor
 from launch.supervision.run_outcome import RunFolder
 from launch.supervision.supervisor import AttemptEnd, Policy, Supervisor, sleep
@@ -265,6 +266,11 @@ class HostsSupervisor(Supervisor):
 
     def _run(self, assignment: HostAssignment, signals: StopSignals) -> AttemptEnd:
         attempt, self._began = uuid.uuid4().hex, time.monotonic()
+        if self._attempts > 1 and is_locked(self._run_dir) and (holder := lock_holder(self._run_dir)) is not None:
+            self._log(
+                f"process {holder.process} on {holder.host}, of an attempt before, still has the lock of "
+                f"{self._run_dir}: ranks wait for it; if that host is frozen, end the process or power the host off"
+            )
         lease_s = self._options.host_timeout_s
         connections = {host.name: self._connections[host.name] for host in assignment.hosts}
         files = user_environment_files(os.environ)

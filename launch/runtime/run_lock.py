@@ -63,6 +63,7 @@ def take_lock(folder: Path, patience_s: float = 0.0) -> IO[str]:
     with contextlib.suppress(OSError):  # a full disk; the run needs only the lock
         os.ftruncate(lock.fileno(), 0)
         os.write(lock.fileno(), f"{json.dumps(asdict(holder))}\n".encode())
+        os.fsync(lock.fileno())  # other hosts compare it (megalite/checkpoint/fence.py)
     return lock
 
 

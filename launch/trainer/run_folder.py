@@ -19,7 +19,7 @@ import psutil
 from launch.errors import LaunchError
 from launch.huggingface.checkpoint_tokenizer import KEPT
 from launch.runtime.checkout import git_state
-from launch.runtime.run_lock import LOCK, is_locked, take_lock
+from launch.runtime.run_lock import LOCK, is_locked, lock_holder, take_lock
 from launch.trainer.start_flags import SHARED_RUN_DIR
 from megalite.checkpoint.durable_files import remove_left_overs, write_durably
 from megalite.checkpoint.small_files import UnsafeFile, check_own_folder, check_small_file, user_name
@@ -36,6 +36,10 @@ FOLDERS = ("checkpoints", "hugging_face", KEPT)
 PACKAGES = ("torch", "deepspeed", "transformers", "tokenizers", "numpy")
 
 
+class RunFolderInUse(LaunchError):
+    """Another process holds the lock of a run's folder."""
+
+
 def lock_run_folder(config: Config, patience_s: float = 0.0, *, shared: bool = False) -> IO[str]:
     """Creates `run_dir` and locks it until the returned file is closed.
 
@@ -46,7 +50,7 @@ def lock_run_folder(config: Config, patience_s: float = 0.0, *, shared: bool = F
     try:
         lock = take_lock(config.run_dir, patience_s)
     except BlockingIOError:
-        raise LaunchError(_in_use(config.run_dir)) from None
+        raise RunFolderInUse(_in_use(config.run_dir)) from None
     except UnsafeFile:
         raise
     except OSError as error:
@@ -76,7 +80,7 @@ def check_run_folder(config: Config, *, shared: bool = False) -> None:
     changes nothing."""
     check_run_place(config.run_dir, shared=shared)
     if is_locked(config.run_dir):
-        raise LaunchError(_in_use(config.run_dir))
+        raise RunFolderInUse(_in_use(config.run_dir))
 
 
 def check_run_place(run_dir: Path, *, shared: bool = False) -> None:
@@ -184,7 +188,11 @@ def _not_writable(run_dir: Path, reason: str | None) -> str:
 
 
 def _in_use(run_dir: Path) -> str:
-    return f"another run is using run_dir {run_dir}: wait for it, or choose another run_dir"
+    holder = lock_holder(run_dir)
+    who = f" (process {holder.process} on {holder.host} has its lock)" if holder is not None else ""
+    return (
+        f"another run is using run_dir {run_dir}{who}: wait for it, end it if it is frozen, or choose another run_dir"
+    )
 
 
 def _as_json(value: dict[str, Any]) -> bytes:

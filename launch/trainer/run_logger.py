@@ -17,6 +17,7 @@ from launch.trainer.run_page_process import RunPageProcess
 from launch.trainer.run_summary import total_in_words, warning_of_long_step
 from launch.trainer.run_tokenizer import keep_tokenizer
 from launch.trainer.source_progress import SourceProgress
+from megalite.checkpoint.fence import EVERY_S, fence
 from megalite.monitor.events import EVENTS, EventLog, read_events
 from megalite.monitor.observer import Nonfatal, Observer
 from megalite.planner.units import plural
@@ -128,6 +129,8 @@ class RunLogger(Observer):
             self._write_receipt(goodput=self._goodput.summary(), failures=self._nonfatal.summary())
 
     def _for_each(self, call: Callable[[Observer], None]) -> None:
+        if self._is_rank_zero:
+            fence.check(at_most_every_s=EVERY_S)
         for observer in self._observers:
             with self._nonfatal(observer.name):
                 call(observer)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megalite.checkpoint.durable_files import NO_ROOM, remove, sync, write_durably
 from megalite.checkpoint.errors import CheckpointError
+from megalite.checkpoint.fence import fence
 from megalite.checkpoint.huggingface.safetensors_writer import Entry, into_files, write_safetensors
 from megalite.checkpoint.manifest import LATEST, MANIFEST, WEIGHT, FileEntry, Manifest, entry
 
@@ -39,6 +40,7 @@ def write_blocks(folder: Path, prefix: str, blocks: Sequence[Block]) -> dict[str
 
     Raises CheckpointError where that cannot be.
     """
+    fence.check()  # files of the next attempt may have the same names
     files: dict[str, FileEntry] = {}
     numbers = {block.key: block.numbers for block in blocks}
     entries = [Entry(key, tuple(values.shape), torch.float32) for key, values in numbers.items()]
@@ -104,6 +106,7 @@ def commit(folder: Path, manifest: Manifest) -> None:
     temporary, replaced = temporary_folder(folder), folder.with_name(f".{folder.name}.replaced")
     try:
         write_durably(temporary / MANIFEST, manifest.sealed())
+        fence.check()
         if folder.exists():  # a damaged one that a resume has passed over, or the one that a rollback went back to
             remove(replaced)
             folder.rename(replaced)

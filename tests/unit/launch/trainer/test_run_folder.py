@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import socket
 import stat
 import threading
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from launch.runtime.console import Console
 from launch.runtime.run_lock import is_locked, lock_holder, take_lock
 from launch.supervision.run_outcome import RunFolder
 from launch.supervision.supervisor import AttemptEnd, CommandSupervisor, Policy, announced_restart
-from launch.trainer.run_folder import FILES, FOLDERS, OWN_FOLDERS, check_run_folder, lock_run_folder
+from launch.trainer.run_folder import FILES, FOLDERS, OWN_FOLDERS, RunFolderInUse, check_run_folder, lock_run_folder
 from megalite.checkpoint.atomic_folder import new_folder
 from megalite.checkpoint.durable_files import write_durably
 from megalite.checkpoint.manifest import find_latest
@@ -33,10 +34,11 @@ from megalite.resilience.rank_registry import RankFile, look_for
 
 
 def test_a_lock_that_is_let_go_is_waited_for_by_those_who_may(tiny: dict[str, Any]) -> None:
-    """A file server keeps the lock of a host that has died for a while."""
+    """A file server keeps the lock of a host that has died for a while; whose it is, is told."""
     config = Config.model_validate(tiny)
     held = lock_run_folder(config)
-    with pytest.raises(LaunchError, match="another run is using run_dir"):
+    holder = rf"another run is using run_dir .* \(process {os.getpid()} on {socket.gethostname()} has its lock\): wait"
+    with pytest.raises(RunFolderInUse, match=holder):
         lock_run_folder(config)
     with pytest.raises(LaunchError, match="another run is using run_dir"):
         lock_run_folder(config, patience_s=0.6)
