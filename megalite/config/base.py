@@ -54,6 +54,7 @@ NotBool = BeforeValidator(_not_a_bool)
 """Stands behind a number's bounds: in front of them, they would not reach the JSON schema."""
 
 PositiveInt = Annotated[int, Field(gt=0), NotBool]
+RankCount = Annotated[int, Field(gt=0, le=100_000), NotBool]  # checks make lists as long before they refuse more
 NonNegativeInt = Annotated[int, Field(ge=0), NotBool]
 Number = Annotated[float, NotBool]
 PositiveFloat = Annotated[float, Field(gt=0), NotBool]

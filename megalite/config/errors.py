@@ -44,6 +44,7 @@ EXPECTATIONS = {
     "bool_type": "true or false",
     "bool_parsing": "true or false",
     "int_parsing_size": "an integer of fewer digits",
+    "less_than_equal": "at most {le}",
     "path_type": "a path",
     "string_type": "text",
     "string_too_short": "text that is not empty",

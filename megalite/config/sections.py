@@ -20,6 +20,7 @@ from megalite.config.base import (
     PositiveFloat,
     PositiveInt,
     Probability,
+    RankCount,
     Section,
 )
 from megalite.config.tracking import TrackioConfig, WandbConfig
@@ -31,19 +32,19 @@ PipelineSchedule = Literal["1f1b", "interleaved", "zero-bubble", "zb-v", "dualpi
 class ParallelConfig(Section):
     """Layout of the run. Every layout computes the same thing; layouts differ in memory and speed."""
 
-    tensor_parallel_size: PositiveInt = 1
+    tensor_parallel_size: RankCount = 1
     """Number of ranks that share every layer."""
 
-    pipeline_parallel_size: PositiveInt = 1
+    pipeline_parallel_size: RankCount = 1
     """Number of stages that the layers are divided among; the division may be uneven."""
 
     pipeline_schedule: PipelineSchedule = Field(default="1f1b", examples=["1f1b"])
     """Order in which pipeline stages compute; `megalite plan schedule` draws and times each."""
 
-    pipeline_chunks: PositiveInt | None = Field(default=None, examples=[1])
+    pipeline_chunks: RankCount | None = Field(default=None, examples=[1])
     """Pieces of the model on each pipeline stage. Left out: as few as the schedule needs, 1 or 2."""
 
-    data_parallel_size: PositiveInt | Literal["auto"] = "auto"
+    data_parallel_size: RankCount | Literal["auto"] = "auto"
     """Number of replicas; `auto` uses all processes that tensor and pipeline parallelism leave."""
 
     sequence_parallel: bool = False

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import re
 import string
+import tracemalloc
+from contextlib import suppress
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from megalite.config import Config, ConfigError, load_config
+from megalite.config import Config, ConfigError, load_config, resolve_layout, wanted_world_size
 from megalite.config.suggestions import NUMBER, option_paths
 from megalite.config.yaml_text import parse_yaml, to_yaml
+from tests.helpers.commands import ROOT
 
+QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 OPTIONS = [path for path in option_paths(Config) if NUMBER not in path]  # an override names no item of a list
 PRINTABLE = st.characters(exclude_categories=["C", "Zl", "Zp"])
 LETTERS = string.ascii_lowercase + "_"
@@ -92,3 +97,26 @@ def test_the_advised_global_batch_works(minimal: Path, batch: int, micro: int, r
         assert advice, str(error)
         for size in advice[1].split(" or "):
             load_config(minimal, [*sizes, f"training.global_batch_size={size}"])
+
+
+OTHERS = [pytest.param(value, marks=pytest.mark.exhaustive) for value in (str(2**62), "-1", ".inf", ".nan", "1e300")]
+
+
+@pytest.mark.parametrize("value", ["200000000", *OTHERS])
+def test_no_number_of_an_option_fills_the_memory(value: str) -> None:
+    """It is refused in a sentence or taken: 200,000,000 pipeline stages have cost 1.6 GB, and more of them a traceback.
+
+    `status` and `ls` read the configs of others' runs.
+    """
+    tracemalloc.start()
+    try:
+        for option in OPTIONS:
+            tracemalloc.reset_peak()
+            before, _ = tracemalloc.get_traced_memory()
+            with suppress(ConfigError):
+                config = load_config(QUICKSTART, [f"{'.'.join(option)}={value}"])
+                resolve_layout(config, wanted_world_size(config, None), "cpu")
+            taken = tracemalloc.get_traced_memory()[1] - before
+            assert taken < 32 << 20, f"{option} takes {taken >> 20} MB"
+    finally:
+        tracemalloc.stop()
