@@ -30,6 +30,7 @@ from megalite.config.yaml_text import parse_yaml
 from models.families import FAMILIES
 from models.hub.config_parts import FamilyError
 
+OVERRIDE = "say it at the end of the command as section.option=value, which takes the place of what the files say"
 AUTO = "auto"  # of Hugging Face's Trainer: "as in TrainingArguments"
 SET_BY_US = (
     *("allgather_partitions", "allgather_bucket_size", "overlap_comm", "reduce_scatter", "contiguous_gradients"),
@@ -107,7 +108,7 @@ def migrate(kind: Kind, settings: Sequence[ForeignSetting], overrides: Sequence[
     problems += found
     problems += _broken(migrated) if not found else []
     if problems:
-        raise ConfigError(*dict.fromkeys(problems))
+        raise ConfigError(*dict.fromkeys(problems), "nothing was written: correct the files, or " + OVERRIDE)
     return migrated
 
 

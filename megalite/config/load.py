@@ -30,6 +30,7 @@ from megalite.config.yaml_text import MOST_CHARACTERS, LinePath, parse_yaml
 Values = dict[str, Any]
 MODEL_CONFIG = "config.json"  # of a Hugging Face folder
 OTHERS = (".json", ".toml", ".sh", ".bash", ".slurm", ".sbatch")  # endings of other stacks' files
+FOREIGN_WORD = re.compile(r'^\s*"(\w+)"\s*:|^\[(\w+)|(?<!\S)--([a-z][\w-]+)', re.MULTILINE)
 OWN_SECTIONS = {"run_dir", "model", "data", "training"}  # DeepSpeed has a section `optimizer` too
 OPTION_NAME = re.compile(r"(?<![a-z_])[a-z_]+(?:\.[a-z_]+)+")
 COMMENT = re.compile(r"(?:^|\s)#")
@@ -202,13 +203,14 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[LinePath, int]]:
         values, lines = parse_yaml(text)
     except ConfigError as error:
         if path.suffix in OTHERS:
-            keys = re.findall(r'^\s*"(\w+)"\s*:', text, re.MULTILINE)  # YAML has no tabs, but JSON does
-            raise ConfigError(_of_another_stack(path, kind_of(keys))) from None
+            raise ConfigError(_of_another_stack(path, _kind_of_text(path, text))) from None
         raise ConfigError(
             *(f"{path}{', ' if said.startswith('line ') else ': '}{without_secrets(said)}" for said in error.sentences)
         ) from None
     if values is None:
         raise ConfigError(f"{path} is empty: it needs at least run_dir and the sections model, data and training")
+    if not isinstance(values, dict) and path.suffix in OTHERS:
+        raise ConfigError(_of_another_stack(path, _kind_of_text(path, text)))
     if not isinstance(values, dict):
         raise ConfigError(f"{path} must hold sections like `model:`, but holds {type(values).__name__} data")
     if path.name == MODEL_CONFIG and not values.keys().isdisjoint({"model_type", "architectures"}):
@@ -218,9 +220,17 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[LinePath, int]]:
     return values, lines
 
 
+def _kind_of_text(path: Path, text: str) -> Kind | None:
+    """Returns the stack of a file that is no YAML: of JSON with tabs, of TOML, or of a script with flags."""
+    kind = kind_of({word for found in FOREIGN_WORD.findall(text) for word in found if word})
+    return kind if kind is None or path.suffix in (".json", ".toml") else "megatron_lm"
+
+
 def _of_another_stack(path: Path, kind: Kind | None) -> str:
-    what = f"a config of {stack(kind).name}" if kind else "no config in YAML"
-    return f"{path} is {what}: `megalite config from {path} -o config.yaml` writes one for megalite from it"
+    command = f"`megalite config from {path} -o config.yaml` writes one"
+    if kind is None:
+        return f"{path} is no config in YAML: {command} from a file of DeepSpeed, Megatron-LM, GPT-NeoX or torchtitan"
+    return f"{path} is a config of {stack(kind).name}: {command} for megalite from it"
 
 
 def _unreadable(path: Path, error: OSError) -> str:

@@ -129,7 +129,9 @@ def test_flags_of_other_stacks_are_answered(flag: str, said: str) -> None:
         ("ds.json", '{\n\t"train_batch_size": 8, "optimizer": {"type": "Adam"}}', "is a config of DeepSpeed"),
         ("ds.yaml", "zero_optimization: {stage: 1}\n", "is a config of DeepSpeed"),
         ("a.yml", '"pipe-parallel-size": 1\n"num-layers": 2\n', "is a config of GPT-NeoX"),
-        ("t.toml", "[job]\ndump_folder = 'x'\n", "is no config in YAML"),
+        ("t.toml", "[job]\ndump_folder = 'x'\n[parallelism]\n", "is a config of torchtitan"),
+        ("t.toml", "zebra = 1\n", "is no config in YAML"),
+        ("run.sh", "python pretrain_gpt.py --num-layers 2 --hidden-size 4\n", "is a config of Megatron-LM"),
         ("accelerate.yaml", "distributed_type: FSDP\n", "is a config of Accelerate"),
     ],
 )
