@@ -25,7 +25,7 @@ Column = np.ndarray  # [steps] of float64, NaN where a step has no such number
 LARGEST_BYTES = 384 << 20  # of metrics.jsonl; in a larger one lines are left out at even distances
 STEPS_BYTES = 8 << 20  # at the end of steps.jsonl
 MOST_COLUMNS = 128
-MOST_NUMBERS = 1 << 26  # half a gigabyte
+MOST_NUMBERS = 1 << 25  # a quarter of a gigabyte
 MOST_SOURCES = 12  # of a mix, those with the most targets first: as many as a chart has colours
 LARGEST_NUMBER = 1e18  # as `files.number`
 RARE = (b'"evaluation_loss"', b'"evaluation_s"')  # of few steps: their lines are never left out
@@ -112,8 +112,8 @@ def read_columns(path: Path, problems: list[str]) -> dict[str, Column]:
         every = 1 + path.stat().st_size // LARGEST_BYTES
         for block in stream_blocks(path, every=every, always=RARE):
             found.add(block)
-        if found.is_full:
-            problems.append(f"{path} holds more numbers than a run writes: its first steps alone were read")
+        if found.is_thinned:
+            problems.append(f"{path} holds many numbers: of its older steps not all are drawn")
         if every > 1:
             problems.append(f"{path} is large: one line of {every} was read")
     return found.by_step()
@@ -126,6 +126,7 @@ class StepColumns:
         self._blocks: dict[str, list[Column]] = {"step": []}
         self._sources: list[str] = []
         self._length = 0
+        self.is_thinned = False  # some steps have been left out
 
     def add(self, records: Sequence[Facts]) -> None:
         """Takes the numbers of records; one without a step is left out."""
@@ -133,8 +134,10 @@ class StepColumns:
         usable = np.zeros(len(records), bool) if steps is None else (steps >= 1) & (steps == np.floor(steps))
         if not usable.all():
             records = [record for record, is_usable in zip(records, usable, strict=True) if is_usable]
-        if not records or self.is_full:
+        if not records:
             return
+        if self._length * len(self._blocks) > MOST_NUMBERS:
+            self._thin_out()
         for name in sorted(set().union(*records)):
             if name not in ("parts_s", SOURCES):
                 self._put(str(name), _values(records, name))
@@ -149,10 +152,15 @@ class StepColumns:
                 self._put(f"{SOURCES}/{name}", _values(losses, name))
         self._length += len(records)
 
-    @property
-    def is_full(self) -> bool:
-        """True if it takes no more."""
-        return self._length * len(self._blocks) > MOST_NUMBERS
+    def _thin_out(self) -> None:
+        """Leaves out every second step, of those without an evaluation if these are the most."""
+        columns = self.by_step()
+        kept = np.arange(len(columns["step"])) % 2 == 0
+        evaluated = np.isfinite(columns.get("evaluation_loss", np.full(len(kept), np.nan)))
+        if evaluated.mean() < 0.25:
+            kept |= evaluated
+        self._blocks = {name: [column[kept]] for name, column in columns.items()}
+        self._length, self.is_thinned = int(kept.sum()), True
 
     def _choose_sources(self, records: Sequence[Facts]) -> None:
         """Adds sources with targets in these records, until there are `MOST_SOURCES`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,10 @@ from launch.errors import LaunchError
 from launch.inspection.files import check_local_folder, is_run
 from launch.inspection.state import RunState
 from launch.inspection.status import RunStatus, read_status
+from launch.runtime.logs import get_logger
+
+log = get_logger(__name__)
+MOST_RUNS = 10_000
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,10 @@ def list_runs(root: Path, depth: int, advance: Callable[[str], None] = lambda na
             status = read_status(folder)
         except Exception as error:  # whatever is in its files: the others are listed all the same
             status = RunStatus(folder, RunState.UNREADABLE, f"{type(error).__name__}: {error}")
-        found.append(RunSummary(name, status, _size_of(folder / CHECKPOINTS)))
+        found.append(RunSummary(name, replace(status, events=()), _size_of(folder / CHECKPOINTS)))
+        if len(found) == MOST_RUNS:
+            log.warning(f"{root} holds {MOST_RUNS:,} runs or more: only the first are listed; give a folder below it")
+            break
     return sorted(found, key=lambda run: (-(run.status.last_activity or 0.0), run.name))
 
 
@@ -55,14 +62,14 @@ def _run_folders(folder: Path, depth: int) -> Iterator[Path]:
     if depth <= 0:
         return
     try:
-        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+        names = sorted(os.listdir(folder))  # noqa: PTH208 - of a million entries their names alone
     except OSError:
         return
-    for entry in entries:
+    for name in names:
+        path = folder / name
         # a link may lead to a folder above, and then in a circle; but a run may be a link to other storage
-        is_followed = not entry.is_symlink() or is_run(Path(entry.path))
-        if is_followed and entry.is_dir() and not entry.name.startswith("."):
-            yield from _run_folders(Path(entry.path), depth - 1)
+        if not name.startswith(".") and path.is_dir() and (not path.is_symlink() or is_run(path)):
+            yield from _run_folders(path, depth - 1)
 
 
 def _size_of(folder: Path) -> int:

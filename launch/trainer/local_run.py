@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -12,13 +13,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from launch.errors import USER_ERRORS, LaunchError
+from launch.errors import INTERRUPTED_CODE, PREEMPTED_CODE, USER_ERROR_CODE, USER_ERRORS, LaunchError
 from launch.planning.prediction import Prediction
 from launch.planning.this_machine import UNMEASURED, Machine, cpu_name, describe_machine
 from launch.runtime.devices import gpu_names
 from launch.runtime.local_ranks import start_local_ranks
 from launch.runtime.logs import get_logger
 from launch.runtime.printing import print_result, say
+from launch.runtime.rank_environment import ATTEMPT
 from launch.trainer.checkpoint_hooks import open_mirror, wait_for_mirror
 from launch.trainer.resume import checkpoints_of, exports_of
 from launch.trainer.run_folder import lock_run_folder
@@ -35,14 +37,17 @@ from launch.trainer.start_checks import CheckedRun, RunPosition, check_start
 from launch.trainer.start_flags import NO_FLAGS, StartFlags
 from megalite.checkpoint.durable_files import verify_digest
 from megalite.checkpoint.errors import CheckpointError
+from megalite.checkpoint.manifest import find_latest, read_manifest
 from megalite.checkpoint.retention import clean_up
 from megalite.config import Config
 from megalite.monitor.events import EVENTS, EventLog
+from megalite.monitor.progress import goes_on_in_words
 from megalite.parallel.mesh import Mesh
 from megalite.planner.units import plural
 from megalite.resilience.signals import START_UP, STOP_SIGNALS, exit_code_for
 
 log = get_logger(__name__)
+SAID_HOW = (USER_ERROR_CODE, PREEMPTED_CODE, INTERRUPTED_CODE)  # exit codes of runs that have said how to go on
 
 
 @contextmanager
@@ -79,6 +84,9 @@ def start_local_run(config: Config, arguments: Sequence[str], flags: StartFlags 
             f"next: `megalite report {folder} --open` shows the run, `megalite evaluate {folder}` scores it, "
             f"`megalite export {folder} {folder}/hf` writes it for transformers"
         )
+    elif code not in SAID_HOW and config.checkpoint.resume and ATTEMPT not in os.environ:  # else it is started again
+        newest, _ = find_latest(checkpoints_of(config))
+        log.warning(goes_on_in_words(None if newest is None else read_manifest(newest).step))
     return code
 
 

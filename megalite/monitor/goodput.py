@@ -101,7 +101,9 @@ class Goodput(Observer):
             self._startup_s = _seconds(self._session_s() - sum(step_seconds(record).values()))
         lost_s, lost_steps = self._steps.add(record)
         if lost_steps:  # metrics.jsonl drops them now: the next session reads of them here
-            self._write("steps_lost", session_s=record["session_s"], lost_s=lost_s, lost_steps=lost_steps)
+            self._write(
+                "steps_lost", step=record["step"], session_s=record["session_s"], lost_s=lost_s, lost_steps=lost_steps
+            )
         record["goodput"] = round(self.shares()["productive"], 4)
 
     def account(self, step: int) -> dict[str, Any]:

@@ -104,6 +104,9 @@ class PrometheusExporter(Observer):
         self._totals.add_blocked(save_blocked_s)
         self._snapshot = Snapshot(self._totals.values(), self._snapshot.breakdowns)
 
+    def sync(self) -> None:
+        self._keep(self._snapshot)  # a resume then counts only what is behind this save
+
     def close(self) -> None:
         """Takes back what would make an ended run look like a silent one; after a crash it stays."""
         if self._textfile is not None:

@@ -1,8 +1,8 @@
 """Counts and last values of a run, over all its sessions.
 
 Counters must not fall when a run starts again, or `rate()` takes that for a reset and invents a burst. So they go on
-from metrics.jsonl, steps.jsonl and events.jsonl, read before a resume drops what it does again, and are at least what
-was shown last, which every scrape keeps in `prometheus_counters.json`.
+from what was shown last, which every scrape and every save keeps in `prometheus_counters.json`, and from what has been
+written to metrics.jsonl, steps.jsonl and events.jsonl since, read before a resume drops what it does again.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ from megalite.monitor.sinks.steps import STEPS
 
 SHOWN = "prometheus_counters.json"
 LONGEST_BYTES = 1 << 24  # of that file
+COUNTED_UP_TO = "counted_up_to"  # in that file: step and time of the last record that is in the counts
+OF_EVENTS = {"megalite_checkpoint_saves_total", "megalite_interventions_total"}  # counted from all events each time
 REMEMBERED_SAVES = 20
 LARGEST = 1e18  # of a number that is believed
 ACTIONS = ("skip", "rollback", "stop")  # of guards
@@ -82,24 +84,36 @@ class RunTotals:
         Call it when the session's `started` event is written and nothing is dropped from metrics.jsonl yet. The sizes
         of a step count for steps that earlier sessions have lost, which no file holds any more. Raises OSError.
         """
-        events, totals, on_record, beyond = read_events(run_dir / EVENTS), cls(), 0, 0
-        for record in stream_records(run_dir / METRICS):
-            totals._count_step(record)
-            on_record, beyond = on_record + 1, beyond + (_number(record.get("step")) > resumed_step)
+        events, shown, totals = read_events(run_dir / EVENTS), _shown_before(run_dir / SHOWN), cls()
+        counted = shown.pop(COUNTED_UP_TO, {})
+        last, when = (_number(counted.get((key,))) for key in ("step", "time"))
+        for event in events:
+            totals._count_event(event, is_new=_number(event.get("time")) > when)
+        for name in set(shown) - OF_EVENTS if counted else ():
+            totals._values[name] = {**totals._values.get(name, {}), **shown[name]}
+        later = [event for event in events if counted and _number(event.get("time")) > when]
+        back = [_number(event.get("to_step", event.get("step"))) for event in later if _goes_back(event)]
+        on_record, beyond = 0, 0
+        for record in stream_records(run_dir / METRICS, after_step=min([last, *back])):
+            step = _number(record.get("step"))
+            beyond += step > resumed_step
+            if step > last or _number(record.get("time")) > when or not counted:
+                totals._count_step(record)
+                on_record += 1
         lost = sum(_number(event.get("lost_steps")) for event in events)
-        dropped = max(0.0, lost - beyond)
-        shown = _shown_before(run_dir / SHOWN)
-        totals._add("megalite_steps_total", {("lost",): lost})
-        totals.raise_to(
-            "megalite_steps_total", {("skipped",): shown.get("megalite_steps_total", {}).get(("skipped",), 0)}
-        )
-        done = on_record + dropped - totals._values["megalite_steps_total"]["skipped",]
-        totals.raise_to("megalite_steps_total", {("taken",): done})
+        totals.raise_to("megalite_steps_total", {("lost",): lost})
+        if counted:
+            dropped = _dropped_since(later, last, beyond)
+            totals._add("megalite_steps_total", {("taken",): dropped})
+        else:
+            dropped = max(0.0, lost - beyond)
+            skipped: Series = {("skipped",): shown.get("megalite_steps_total", {}).get(("skipped",), 0.0)}
+            totals.raise_to("megalite_steps_total", skipped)
+            done = on_record + dropped - totals._values["megalite_steps_total"]["skipped",]
+            totals.raise_to("megalite_steps_total", {("taken",): done})
         totals._add("megalite_tokens_total", {(): dropped * tokens_of_a_step})
         totals._add("megalite_samples_total", {(): dropped * samples_of_a_step})
-        for event in events:
-            totals._count_event(event)
-        for line in stream_records(run_dir / STEPS):
+        for line in stream_records(run_dir / STEPS, after_step=last):
             with suppress(AttributeError, KeyError, TypeError):  # a line that no run has written
                 totals.add_line(line)
         for name, series in shown.items():
@@ -114,6 +128,7 @@ class RunTotals:
             self._add("megalite_steps_total", {("lost",): self._last_step - step + 1})
         self._last_step = step
         self._count_step(record)
+        self._values[COUNTED_UP_TO] = {("step",): float(step), ("time",): _number(record.get("time"))}
         for key, name in GAUGES.items():
             if key in record:
                 value = record[key]
@@ -183,13 +198,14 @@ class RunTotals:
         self._add(STEP_SECONDS_SUM, {(): seconds})
         self.add_blocked(_number(record.get("save_blocked_s")))
 
-    def _count_event(self, event: Mapping[str, Any]) -> None:
+    def _count_event(self, event: Mapping[str, Any], *, is_new: bool) -> None:
+        """Counts an event; what it says of time in saves only if it `is_new`: not yet among what was shown."""
         name = event.get("event")
         if name in ("saved", "save_failed"):
             self.add_save(_number(event.get("time")), is_complete=name == "saved")
         elif name == "intervened" and event.get("action") in ACTIONS:
             self.add_intervention(event["action"])
-        elif "save_blocked_s" in event:
+        elif is_new and "save_blocked_s" in event:
             self.add_blocked(_number(event["save_blocked_s"]))
 
     def _add(self, name: str, amounts: Series) -> None:
@@ -197,13 +213,32 @@ class RunTotals:
         self._values[name] = {**old, **{key: old.get(key, 0.0) + amount for key, amount in amounts.items()}}
 
 
+def _goes_back(event: Mapping[str, Any]) -> bool:
+    return event["event"] in ("started", "rolled_back")
+
+
+def _dropped_since(later: Sequence[Mapping[str, Any]], last: float, beyond: int) -> float:
+    """Returns the number of steps that were done after step `last` was counted, and that no file holds any more.
+
+    `later` are the events since, the `started` of this session last, which finds `beyond` steps still on record.
+    """
+    dropped, waiting = 0.0, float(beyond)
+    for event in later:
+        first = _number(event.get("step")) + (event["event"] == "started")
+        lost = _number(event.get("lost_steps"))
+        if lost:
+            dropped += max(0.0, first + lost - 1 - max(last, first - 1))
+            last = min(last, first - 1)
+    return max(0.0, dropped - waiting)
+
+
 def keep_shown(path: Path, values: Values) -> None:
     """Writes the counters among `values` for the next session. Raises OSError."""
-    stored = {name: list(series.items()) for name, series in values.items() if name in COUNTED}
+    stored = {name: list(series.items()) for name, series in values.items() if name in COUNTED or name == COUNTED_UP_TO}
     write_durably(path, json.dumps(stored).encode())
 
 
-def _shown_before(path: Path) -> Values:
+def _shown_before(path: Path) -> dict[str, Series]:
     """Returns what an earlier session has shown; nothing if it has shown nothing, or the file is damaged."""
     try:
         stored = _Stored.validate_json(read_small_file(path, LONGEST_BYTES))
@@ -212,7 +247,7 @@ def _shown_before(path: Path) -> Values:
     return {
         name: {key: value for key, value in series if 0 <= value < LARGEST}
         for name, series in stored.items()
-        if name in COUNTED
+        if name in COUNTED or name == COUNTED_UP_TO
     }
 
 

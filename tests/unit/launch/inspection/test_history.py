@@ -142,3 +142,20 @@ def test_damaged_files_are_told_apart_from_missing_ones(make_run: MakeRun, conte
     assert found.breakdowns == []
     told = {name for name in ("receipt.json", "config.yaml", "events.jsonl") if name in " ".join(found.problems)}
     assert told == (set() if contents is None else {"receipt.json", "config.yaml", "events.jsonl"})
+
+
+def test_a_file_of_more_numbers_than_memory_is_for_is_thinned_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line of 127 names and millions of short ones took a gigabyte and more, of each number once for each name."""
+    monkeypatch.setattr(history, "MOST_NUMBERS", 20_000)
+    lines = [{"step": step, "loss": float(step)} | ({"evaluation_loss": 1.0} if step % 5000 == 1 else {})
+             for step in range(1, 60_000)]  # fmt: skip
+    path, problems = tmp_path / "metrics.jsonl", list[str]()
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    columns = read_columns(path, problems)
+    assert sum(map(len, columns.values())) < 3 * 20_000 + 3 * 9000  # and a block
+    assert problems and "not all are drawn" in problems[0]
+    assert (columns["step"] == columns["loss"]).all() and columns["step"][-1] == 59_999
+    evaluated = columns["step"][np.isfinite(columns["evaluation_loss"])]
+    assert evaluated.tolist() == list(range(1, 60_000, 5000))

@@ -121,3 +121,15 @@ def test_a_mistake_is_one_sentence(
     code, out, err = command(arguments, monkeypatch, capfd)
     assert code == 2 and not out
     assert err.startswith("megalite: error: ") and err.count("\n") == 1 and fragment in err, err
+
+
+def test_of_very_many_runs_the_first_are_listed_without_their_events(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each was kept with up to eight megabytes of events, which nothing of a list shows."""
+    for name in ("a", "b", "c"):
+        make_run(name)
+    monkeypatch.setattr(listing, "MOST_RUNS", 2)
+    runs = list_runs(tmp_path, 1)
+    assert len(runs) == 2 and all(run.status.events == () and run.status.sessions == 1 for run in runs)
+    assert "holds 2 runs or more" in caplog.text

@@ -16,6 +16,7 @@ from megalite.monitor import line_files
 from megalite.monitor.events import EVENTS, EventLog, read_events
 from megalite.monitor.goodput import Goodput
 from megalite.monitor.line_files import LineFile, read_lines, stream_lines
+from megalite.monitor.prometheus.totals import COUNTED_UP_TO, SHOWN, RunTotals, keep_shown
 from megalite.monitor.sinks.jsonl import METRICS, JsonLinesSink, read_records
 
 
@@ -70,8 +71,12 @@ def test_what_a_start_a_rollback_and_a_supervisor_read_does_not_grow_with_the_ru
             record = {"step": step, "time": 1.7e9 + step, "session_s": float(step), "step_time_s": 1.0}
             file.write(b"\n" + json.dumps(record).encode())
     log.write("started", step=0, before_s=1.0)
+    taken = {("taken",): 1_000_150.0, ("skipped",): 0.0}
+    counted = {("step",): 1_000_150.0, ("time",): 4e9}
+    keep_shown(tmp_path / SHOWN, {"megalite_steps_total": taken, COUNTED_UP_TO: counted})
     log.write("saved", step=1_000_150, account={"productive": 999_000.0, "startup": 9.0})
     with bytes_read() as read:
+        totals = RunTotals.of_run(tmp_path, 1_000_180, 1, 1).values()
         goodput, sink = Goodput(tmp_path, 1_000_180, log.write), JsonLinesSink(metrics, 1_000_180)
         again = {"step": 1_000_160, "time": 1.8e9, "step_time_s": 1.0}  # a rollback
         goodput.on_step(again)
@@ -80,6 +85,7 @@ def test_what_a_start_a_rollback_and_a_supervisor_read_does_not_grow_with_the_ru
     assert folder is not None and folder.step == 1_000_160
     assert goodput.seconds()["productive"] == 999_000 + 10
     assert goodput.lost_steps + goodput.summary()["lost_steps"] == 2 * 19 + 21
+    assert totals["megalite_steps_total"]["taken",] == 1_000_199
     assert read[0] < 8 << 20
     assert next(stream_lines(metrics, after_step=1_000_159))["step"] == 1_000_160
 

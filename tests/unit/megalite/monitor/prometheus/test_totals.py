@@ -71,7 +71,8 @@ def flat(values: Any) -> dict[tuple[str, ...], float]:
     return {(name, *key): value for name, series in values.items() if name in COUNTED for key, value in series.items()}
 
 
-def test_no_count_falls_over_kills_and_rollbacks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_scraped_often", [True, False])
+def test_no_count_falls_over_kills_and_rollbacks(tmp_path: Path, is_scraped_often: bool) -> None:
     """Skipped steps that are lost, in a session before the last one, are in no file but that of what was shown."""
     sessions, shown = Sessions(tmp_path), [{}]
     sessions.start(0)
@@ -81,9 +82,10 @@ def test_no_count_falls_over_kills_and_rollbacks(tmp_path: Path) -> None:
     shown.append(sessions.show())
     for resumed in (5, 5, 6):
         sessions.start(resumed)
-        shown.append(sessions.show())
-        sessions.train(resumed + 1, 7)
-        shown.append(sessions.show())
+        for last in (resumed, 7):
+            sessions.train(resumed + 1, last)
+            if is_scraped_often:
+                shown.append(sessions.show())
     sessions.train(4, 5)  # a rollback
     shown.append(sessions.show())
     for before, after in pairwise(shown):
