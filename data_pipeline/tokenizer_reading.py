@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from data_pipeline.errors import DataError, DataLimitError
 from data_pipeline.files import sha256_of_file
 from data_pipeline.limited_process import LimitedProcess, ProcessRefusal
+from data_pipeline.neighbours import nearest
 
 if TYPE_CHECKING:
     import tokenizers
@@ -67,8 +68,9 @@ def inspect_tokenizer(tokenizer: Path) -> TokenizerFile:
     if path.is_file() and path.name != TOKENIZER:
         raise DataError(f"tokenizer {tokenizer} is a file of another name: give tokenizer.json, or its folder")
     if not path.is_file():
+        there = "has no tokenizer.json" if tokenizer.exists() else f"does not exist{nearest(tokenizer)}"
         raise DataError(
-            f"tokenizer {tokenizer} has no tokenizer.json: give a folder written by `save_pretrained`, or train one "
+            f"tokenizer {tokenizer} {there}: give a folder written by `save_pretrained`, or train one "
             "with `megalite prepare --train-vocab-size`"
         )
     files = [path, path.parent / TOKENIZER_CONFIG, *_others(path.parent)]

@@ -19,6 +19,7 @@ from typing import Any
 
 from data_pipeline.errors import DataError
 from data_pipeline.files import user_path
+from data_pipeline.neighbours import nearest
 from data_pipeline.sources.arrow_rows import documents_of
 from data_pipeline.sources.containment import CARDS, check_card, check_inside, check_saved
 from data_pipeline.sources.document import LONGEST_ROW, Document, OnBadRow, checked_text, file_identity, lacks_text
@@ -231,8 +232,9 @@ class HfDataset:
         from huggingface_hub import HfApi
         from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
 
+        missing = f"{self.spec}: there is no file or folder {Path(name).absolute()}{nearest(Path(name))}"
         if not _HUB_NAME.fullmatch(name):
-            raise DataError(f"{self.spec}: there is no file or folder {Path(name).absolute()}: check the path")
+            raise DataError(f"{missing}: check the path")
         hub = HfApi()
         try:
             info = hub.dataset_info(name, timeout=_HUB_ANSWERS_WITHIN_S)
@@ -244,9 +246,8 @@ class HfDataset:
             raise
         except Exception as error:  # the classes of its HTTP client differ from version to version
             raise DataError(
-                f"{self.spec}: there is no file or folder {Path(name).absolute()}, and the hub did not answer "
-                f"({_first_sentence(error)}): check the name and the network, or set HF_HUB_OFFLINE=1 for a copy in "
-                "its cache"
+                f"{missing}, and the hub did not answer ({_first_sentence(error)}): check the name and the network, or "
+                "set HF_HUB_OFFLINE=1 for a copy in its cache"
             ) from error
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
+from data_pipeline.neighbours import nearest
 from launch.errors import LaunchError
 from launch.migration.shell import flags_of, listed_arguments
 from megalite.config import ConfigError
@@ -89,7 +90,7 @@ def _text(path: Path) -> str:
     except IsADirectoryError:
         raise LaunchError(f"{path} is a folder: give its files") from None
     except FileNotFoundError:
-        raise LaunchError(f"{path.absolute()} does not exist") from None
+        raise LaunchError(f"{path.absolute()} does not exist{nearest(path)}: correct the path") from None
     if len(text) > MOST_CHARACTERS:
         raise LaunchError(f"{path} has more than {MOST_CHARACTERS:,} characters: give the part with the arguments")
     return text

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megalite.checkpoint.errors import CheckpointError
 from megalite.config.sections import AdapterConfig
+from megalite.config.suggestions import nearest_path
 
 MANIFEST = "manifest.json"
 LATEST = "latest"
@@ -150,7 +151,9 @@ def read_manifest(folder: Path) -> Manifest:
 def no_checkpoint(path: Path) -> str:
     """Returns a sentence that says why a path without a manifest is no checkpoint."""
     if not path.is_dir():
-        return f"{path}: {'is a file, no' if path.exists() else 'there is no such'} checkpoint folder"
+        if path.exists():
+            return f"{path}: is a file, no checkpoint folder"
+        return f"{path}: there is no such checkpoint folder{nearest_path(path)}"
     if (path / "config.json").is_file():
         return f"{path}: is a Hugging Face folder, no checkpoint: `megalite import` makes one of it"
     if STEP.fullmatch(path.name):

@@ -8,9 +8,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ from megalite.config.hidden_secrets import without_secrets
 from megalite.config.known_models import names_near, run_of
 from megalite.config.rules import broken_rules
 from megalite.config.secret_options import secret_in_override, secrets_among
-from megalite.config.suggestions import OptionPath, dotted, named_as, option_paths
+from megalite.config.suggestions import OptionPath, dotted, named_as, nearest_path, option_paths
 from megalite.config.yaml_text import MOST_CHARACTERS, LinePath, parse_yaml
 
 Values = dict[str, Any]
@@ -240,18 +238,10 @@ def _unreadable(path: Path, error: OSError) -> str:
     if isinstance(error, FileNotFoundError):
         near = names_near(path.name) if str(path) == path.name and not path.suffix else []
         meant = f"; of the models known by name, did you mean {' or '.join(near)}?" if near else ""
-        return f"{path.absolute()} does not exist{_nearest(path) or meant}"
+        return f"{path.absolute()} does not exist{nearest_path(path) or meant}"
     if isinstance(error, IsADirectoryError):
         return f"{path} is a folder: {_config_of_folder(path)}"
     return f"{path} cannot be read: {error.strerror}"
-
-
-def _nearest(path: Path) -> str:
-    """Returns words about the file that was probably meant by one that does not exist."""
-    with suppress(OSError):
-        if found := get_close_matches(path.name, [one.name for one in path.parent.iterdir()], n=1, cutoff=0.75):
-            return f" (did you mean {path.parent / found[0]}?)"
-    return ""
 
 
 def _config_of_folder(folder: Path) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from difflib import SequenceMatcher
+from contextlib import suppress
+from difflib import SequenceMatcher, get_close_matches
 from functools import cache
+from pathlib import Path
 from typing import Any, get_origin
 
 from pydantic import BaseModel
@@ -60,6 +62,14 @@ def nearest_option(unknown: OptionPath, value: Any, model: type[BaseModel]) -> t
         unknown = (*unknown, str(name))
     best = _closest(unknown, paths)
     return (unknown, best) if best else None
+
+
+def nearest_path(path: Path) -> str:
+    """Returns words about what was probably meant by a path that does not exist, among the names beside it."""
+    with suppress(OSError):
+        if found := get_close_matches(path.name, [one.name for one in path.parent.iterdir()], n=1, cutoff=0.75):
+            return f" (did you mean {path.parent / found[0]}?)"
+    return ""
 
 
 def named_as(typed: OptionPath, paths: Iterable[OptionPath]) -> list[OptionPath]:

@@ -321,8 +321,11 @@ def test_bad_input_is_one_sentence_and_leaves_no_output(tokenizer_folder: Path, 
         prepare([str(tmp_path / "empty.txt")], output, tokenizer_folder)
     with pytest.raises(DataError, match=r"bad.txt is not UTF-8"):
         prepare([*good, str(tmp_path / "bad.txt")], output, tokenizer_folder)
+    with pytest.raises(DataError, match=r"brokn does not exist \(did you mean .*broken\?\): give a folder written by"):
+        prepare(good, output, tmp_path / "brokn")
+    (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"has no tokenizer.json"):
-        prepare(good, output, tmp_path / "nowhere")
+        prepare(good, output, tmp_path / "empty")
     with pytest.raises(DataError, match="not a tokenizer that `tokenizers` can load"):
         prepare(good, output, tmp_path / "broken")
     with pytest.raises(DataError, match="0 workers cannot encode"):

@@ -223,6 +223,7 @@ def test_what_was_probably_meant_is_named(
     (workplace / "chats.jsonl").write_text('{"conversations": []}\n')
     (workplace / "runs").mkdir()
     (workplace / "nomix.yaml").touch()
+    (workplace / "mine.idx").touch()
     assert (
         run(["prepare", "corpus/b.md", "-t", "tok", "-o", "y", "--train-vocab-size", "300"], monkeypatch, capfd)[0] == 0
     )
@@ -232,6 +233,8 @@ def test_what_was_probably_meant_is_named(
         "prepare python-stdlb -t tok -o x": "does not exist (did you mean python-stdlib?)",
         "prepare chats.jsonl -t tok -o x": "(it has 'conversations'): these are conversations, give --chat, or name",
         "prepare chats.jsonl --show 1 -t tok -o x": "--show shows conversations and what of them carries loss: give",
+        "export rns out": "there is no such checkpoint folder (did you mean runs?)",
+        "data check mnie": "mnie.bin does not exist (did you mean mine?)",
         "config show nomix.yml": "nomix.yml does not exist (did you mean nomix.yaml?)",
         "ls rnus": "rnus does not exist (did you mean runs?)",
         "status rnus/one": "rnus/one does not exist (did you mean runs?)",
