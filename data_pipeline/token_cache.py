@@ -185,7 +185,8 @@ class CorpusCopy:
         """Removes what others have put, or could write, in a folder of this user; what has a digest is hashed again."""
         kept = {*(with_ending(self.prefix, ending) for ending in self.digests), *map(self._part, self.digests)}
         kept.add(self.folder / _LOCK)
-        if all(map(only_we_write, (self.folder, *self.folder.iterdir()))):
+        there = [path for path in self.folder.iterdir() if not (self.is_foreign and path.is_symlink())]
+        if all(map(only_we_write, (self.folder, *there))):
             return
         narrow(self.folder)
         for path in self.folder.iterdir():

@@ -257,6 +257,8 @@ def test_a_copy_that_another_user_has_written_is_hashed_once_and_read_through_li
     assert copy_of(far).is_complete and files_of(copy_of(far).prefix) == files_of(far)
     assert copy.prefix.is_relative_to(far.parent.parent / "private")
     assert not list(copy.prefix.parent.glob("*.npy")), "a stranger's plan of packing is not among them"
+    with copy.locked():  # for a plan that is looked for
+        assert copy_of(far).is_complete, "it would be hashed again"
     (shared,) = (far.parent.parent / "cache").iterdir()
     with (shared / "far.bin").open("r+b") as stream:  # in place, and with its old times
         stream.write(b"\x07")
