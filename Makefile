@@ -16,6 +16,7 @@ UV := $(shell command -v uv 2>/dev/null)
 # Where torch comes from if not from pip's own index: `make quickstart TORCH_INDEX=https://download.pytorch.org/whl/cpu`.
 TORCH_INDEX ?=
 
+UNPACKING := After \"Installing collected packages\" all of it is unpacked, which takes up to some minutes and may be silent.
 PIP := $(VENV)/bin/python -m pip install --disable-pip-version-check
 TORCH := $(shell sed -n 's/^ *"\(torch[<>=][^"]*\)".*/\1/p' pyproject.toml)
 
@@ -41,12 +42,14 @@ install-dev: $(DEV_INSTALLED)
 
 $(CORE_INSTALLED): pyproject.toml $(CORE_CONSTRAINTS)
 	@echo "Installing megalite into $(VENV): about 0.4 GB to download and 1.6 GB on disk with a CPU build of torch, about 3 GB and 6 GB with a CUDA build."
+	@echo "$(UNPACKING)"
 	$(call install,.,$(CORE_CONSTRAINTS))
 	touch $@
 
 # All that the core needs is in here, so its stamp is set as well.
 $(DEV_INSTALLED): pyproject.toml $(CORE_CONSTRAINTS) $(DEV_CONSTRAINTS)
 	@echo "Installing megalite and what its tests need into $(VENV): about 0.5 GB to download and 2.3 GB on disk with a CPU build of torch, about 3 GB and 7 GB with a CUDA build."
+	@echo "$(UNPACKING)"
 	$(call install,.[dev],$(DEV_CONSTRAINTS))
 	touch $(CORE_INSTALLED) $@
 
@@ -85,6 +88,7 @@ quickstart: $(CORE_INSTALLED)
 	DS_ACCELERATOR=cpu $(VENV)/bin/megalite train configs/quickstart.yaml
 	$(VENV)/bin/megalite export $(QUICK) $(QUICK)/hf --overwrite
 	$(VENV)/bin/megalite generate $(QUICK)/hf --prompt "def __init__(self" --temperature 0.8 --seed 1
+	@echo "What now: open $(QUICK)/report.html; train on with '$(VENV)/bin/megalite train configs/quickstart.yaml training.steps=300' and see it meanwhile with '$(VENV)/bin/megalite watch $(QUICK)'; your own text, GPUs and models: README.md."
 
 check: $(DEV_INSTALLED)
 	$(VENV)/bin/ruff format --check .

@@ -42,6 +42,9 @@ OF_THE_LAUNCHER = {*VARIABLES, *LOCAL_SIZES, "CROSS_RANK", "CROSS_SIZE", "MASTER
 NOT_FROM_FILES = OF_THE_LAUNCHER | NOT_FORWARDED - {PYTHON_PATH}
 PLAIN = re.compile(r"[\w@%+=:./-]+")  # neither a shell nor srun changes these
 ENVIRONMENT_FILE = ".deepspeed_env"
+EXPORT = re.compile(r"^export\s+")  # as in a file for a shell
+# what a shell would replace: a variable, which is meant where there is one of this name, and what is in brackets
+REFERENCE = re.compile(r"(?<!\\)\$(?:([A-Za-z_]\w*)|[{(])")
 
 
 def forwarded_environment(
@@ -120,10 +123,18 @@ def _read_environment_file(path: Path) -> dict[str, str]:
         text = line.strip()
         if not text or text.startswith("#"):
             continue
-        name, equals, value = text.partition("=")
+        name, equals, value = EXPORT.sub("", text).partition("=")
         if not equals or not re.fullmatch(r"[A-Za-z_]\w*", name):
             raise LaunchError(f"{path}:{number}: {text!r} is not NAME=VALUE: correct it")
-        if "$" in value:
-            raise LaunchError(f"{path}:{number}: {name} has a $, which ranks take as it is: write its value out")
-        found[name] = value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"" else value
+        quote = value[0] if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"" else ""
+        value = value[1:-1] if quote else value
+        if quote != "'":
+            for reference in REFERENCE.finditer(value):
+                if not reference[1] or reference[1] in os.environ:
+                    raise LaunchError(
+                        f"{path}:{number}: {name} has {reference[0]}, which is not replaced here: write its value out, "
+                        f"or {name}='...' in single quotes if that is the value"
+                    )
+            value = value.replace("\\$", "$")
+        found[name] = value
     return found

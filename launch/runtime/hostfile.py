@@ -14,6 +14,7 @@ from data_pipeline.neighbours import nearest
 from launch.errors import LaunchError
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+HOSTS_OF_MPI = re.compile(rf"{NAME.pattern}:[0-9]{{1,6}}")  # as in `horovodrun -H a:2,b:2`
 LARGEST = 1024  # slots of one host; more is a typing error
 
 
@@ -35,6 +36,9 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
     try:
         lines = path.read_text().splitlines()
     except FileNotFoundError:
+        if all(HOSTS_OF_MPI.fullmatch(host) for host in str(path).split(",")):
+            lines = " and ".join(f"`{host.replace(':', ' slots=')}`" for host in str(path).split(","))
+            raise LaunchError(f"--hostfile takes a file, not hosts: write {lines} into one, a line each") from None
         raise LaunchError(
             f"hostfile {path} does not exist{nearest(path)}: name one with lines such as `node1 slots=8`, or use "
             "`megalite train` for this machine alone"
@@ -98,19 +102,24 @@ def _read_line(path: Path, number: int, line: str) -> Host | None:
         return None
     (name, column), *rest = fields
     if not NAME.fullmatch(name):
-        user = " (a user name belongs in ~/.ssh/config)" if "@" in name else ""
-        raise _mistake(path, number, column, f"{name!r} is not a host's name{user}")
+        remedy = "a user name belongs in ~/.ssh/config" if "@" in name else ""
+        if as_mpi := re.fullmatch(rf"({NAME.pattern}):([0-9]{{1,6}})", name):  # MPICH's form, and Horovod's
+            remedy = f"write `{as_mpi[1]} slots={as_mpi[2]}`"
+        raise _mistake(path, number, column, f"{name!r} is not a host's name{f' ({remedy})' if remedy else ''}")
     if not rest:
-        raise _mistake(path, number, len(text), f"slots=NUMBER is missing after {name}")
+        raise _mistake(path, number, len(text), f"slots=NUMBER is missing after {name}, as in `{name} slots=8`")
     slots, column = rest[0]
     match = re.fullmatch(r"slots=([0-9]{1,6})", slots)
     if match is None:
-        raise _mistake(path, number, column, f"{slots!r} is not slots=NUMBER")
+        meant = re.fullmatch(r"(?:[A-Za-z_-]+=)?([0-9]{1,6})", slots)
+        raise _mistake(
+            path, number, column, f"{slots!r} is not slots=NUMBER, as in `{name} slots={meant[1] if meant else 8}`"
+        )
     count = int(match.group(1))
     if not 1 <= count <= LARGEST:
         raise _mistake(path, number, column + len("slots="), f"{count} slots are not 1 to {LARGEST}")
     if len(rest) > 1:
-        raise _mistake(path, number, rest[1][1], f"{rest[1][0]!r} does not belong here: a line is `NAME slots=NUMBER`")
+        raise _mistake(path, number, rest[1][1], f"{rest[1][0]!r} does not belong here: write `{name} {slots}` alone")
     return Host(name, tuple(range(count)))
 
 

@@ -52,14 +52,17 @@ def test_hosts_in_their_order_with_comments_and_empty_lines(tmp_path: Path) -> N
     [
         ("", "names no host: add lines such as `node1 slots=8`"),
         ("# node1 slots=8\n", "names no host"),
-        ("node1\n", "hosts:1:6: slots=NUMBER is missing after node1"),
+        ("node1\n", "hosts:1:6: slots=NUMBER is missing after node1, as in `node1 slots=8`"),
         ("node1 slots=2\nnode2 gpus=2\n", "hosts:2:7: 'gpus=2' is not slots=NUMBER"),
         ("node1 slots=two\n", "hosts:1:7: 'slots=two' is not slots=NUMBER"),
         ("node1 slots=\n", "hosts:1:7: 'slots=' is not slots=NUMBER"),
         ("node1 slots=-1\n", "hosts:1:7: 'slots=-1' is not slots=NUMBER"),
         ("node1  slots=0\n", "hosts:1:14: 0 slots are not 1 to 1024"),
         ("node1 slots=80000\n", "hosts:1:13: 80000 slots are not 1 to 1024"),
-        ("node1 slots=2 max_slots=4\n", "hosts:1:15: 'max_slots=4' does not belong here"),
+        ("node1 slots=2 max_slots=4\n", "hosts:1:15: 'max_slots=4' does not belong here: write `node1 slots=2` alone"),
+        ("node1:2\n", "hosts:1:1: 'node1:2' is not a host's name (write `node1 slots=2`)"),
+        ("node1 2\n", "hosts:1:7: '2' is not slots=NUMBER, as in `node1 slots=2`"),
+        ("node1 cpu=4\n", "'cpu=4' is not slots=NUMBER, as in `node1 slots=4`"),
         ("a slots=1\n b slots=1\na slots=2\n", "hosts:3:1: host a is already in line 1"),
         ("root@node1 slots=1\n", "hosts:1:1: 'root@node1' is not a host's name (a user name belongs in ~/.ssh/config)"),
         ("-oProxyCommand=x slots=1\n", "hosts:1:1: '-oProxyCommand=x' is not a host's name"),
@@ -75,6 +78,8 @@ def test_a_mistake_is_told_with_line_and_column(tmp_path: Path, text: str, said:
 def test_a_hostfile_that_is_not_there_or_no_text(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="does not exist: name one with lines such as"):
         read_hostfile(tmp_path / "nothing")
+    with pytest.raises(LaunchError, match="takes a file, not hosts: write `a slots=2` and `b slots=4` into one"):
+        read_hostfile(Path("a:2,b:4"))
     with pytest.raises(LaunchError, match="cannot be read: Is a directory"):
         read_hostfile(tmp_path)
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
@@ -204,11 +209,42 @@ def test_what_ranks_need_travels_and_secrets_do_so_in_private(tmp_path: Path) ->
         "AZURE_STORAGE_SAS": "sig",
     }
     (tmp_path / ".deepspeed_env").write_text("PATH=/opt:$PATH\n")
-    with pytest.raises(LaunchError, match=r"deepspeed_env:1: PATH has a \$, which ranks take as it is"):
+    with pytest.raises(
+        LaunchError, match=r"deepspeed_env:1: PATH has \$PATH, which is not replaced here: write its value"
+    ):
         forwarded_environment({}, [tmp_path / ".deepspeed_env"])
     (tmp_path / ".deepspeed_env").write_text("NCCL_DEBUG\n")
     with pytest.raises(LaunchError, match=r"\.deepspeed_env:1: 'NCCL_DEBUG' is not NAME=VALUE"):
         forwarded_environment({}, [tmp_path / ".deepspeed_env"])
+
+
+@pytest.mark.parametrize(
+    ("line", "value"),
+    [
+        ("export KEY=word", "word"),
+        ("export\tKEY='two words'", "two words"),
+        ("KEY='a$HOME'", "a$HOME"),
+        ("KEY=pa$$word$", "pa$$word$"),
+        ("KEY=a$no_variable_of_this_name", "a$no_variable_of_this_name"),
+        (r"KEY=a\$HOME", "a$HOME"),
+        (r'export KEY="a\${HOME}"', "a${HOME}"),
+        ("KEY=a=b", "a=b"),
+        ("KEY=a$HOME", None),
+        ('KEY="${HOME}"', None),
+        ("KEY=$(hostname)", None),
+        ("export KEY", None),
+        ("exportKEY=a b", "not KEY"),
+    ],
+)
+def test_lines_of_an_environment_file_are_those_of_a_shell(line: str, value: str | None, tmp_path: Path) -> None:
+    """A password with a $ was refused, with a remedy that was none; what a shell would replace is still told."""
+    (tmp_path / "env").write_text(f"{line}\n")
+    if value is None:
+        with pytest.raises(LaunchError, match=r"single quotes if that is the value$|is not NAME=VALUE"):
+            forwarded_environment({}, [tmp_path / "env"])
+    else:
+        _, private = forwarded_environment({}, [tmp_path / "env"])
+        assert private == ({"exportKEY": "a b"} if value == "not KEY" else {"KEY": value})
 
 
 def test_an_environment_file_of_the_current_folder_is_read_only_if_it_is_named(
