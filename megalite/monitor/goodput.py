@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megalite.monitor.events import EVENTS, read_events
+from megalite.monitor.line_files import LONGEST_LINE_BYTES
 from megalite.monitor.observer import Observer
 from megalite.monitor.progress import duration
-from megalite.monitor.sinks.jsonl import METRICS, stream_records
+from megalite.monitor.sinks.jsonl import METRICS, read_records, stream_records
 from megalite.planner.units import plural
 
 log = logging.getLogger(__name__)
@@ -75,7 +76,8 @@ class Goodput(Observer):
         events = read_events(run_dir / EVENTS)
         account = last_account(events, resumed_step)
         self._steps = _Steps(account, run_dir / METRICS)
-        past = PastSteps(events, resumed_step, account)
+        newest = read_records(run_dir / METRICS, LONGEST_LINE_BYTES)[-1:]
+        past = PastSteps(events, resumed_step, account, _seconds(newest[0].get("step")) if newest else 0.0)
         for record in stream_records(run_dir / METRICS, after_step=past.after_step):
             past.add(record)
             if account.step < _seconds(record.get("step")) <= resumed_step:
@@ -187,7 +189,8 @@ def last_account(events: Sequence[Event], resumed_step: float) -> Account:
 class PastSteps:
     """Sums of the records of the last session and of later steps; each record is taken once and not kept."""
 
-    def __init__(self, events: Sequence[Event], resumed_step: float, account: Account) -> None:
+    def __init__(self, events: Sequence[Event], resumed_step: float, account: Account, newest: float) -> None:
+        """`newest` is the last step that has a record."""
         self._sessions, self._resumed = _sessions(events), resumed_step
         self._first = self._sessions[-1][0] if self._sessions else {}
         self._resumed_then = _seconds(self._first.get("step"))
@@ -199,7 +202,7 @@ class PastSteps:
         self._clocked = 0.0  # the latest time of a record without
         self._lost, self._own_lost = [0.0, 0], [0.0, 0]  # seconds and number of steps
         self._last_beyond: Record = {}
-        self._next = account.step + 1
+        self._next = min(account.step, newest) + 1  # earlier steps have a record
         self._gaps: list[list[int]] = []  # first and last of steps without a record
 
     def add(self, record: Record) -> None:

@@ -278,6 +278,7 @@ def test_steps_whose_records_a_power_cut_took_are_named_and_are_no_downtime(worl
     """The checkpoint of step 12 was on disk, the lines of its last four steps were not: they counted as down."""
     session = world.start(0, startup_s=10)
     world.do(session, 1, 12)
+    account = session[0].account(12)
     saved_at, metrics = world.now + world.wall_offset, world.folder / METRICS
     metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:8]) + '{"step": 9, "ti')
     world.now += 30
@@ -290,6 +291,10 @@ def test_steps_whose_records_a_power_cut_took_are_named_and_are_no_downtime(worl
     session = world.start(14)
     assert seconds_of(session[0])["unrecorded"] == 4
     assert metrics.read_text().count("\n") == 10  # and no half line is left
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:5]))
+    log = EventLog(world.folder / EVENTS)
+    log.write("saved", step=14, **account)  # also where an account says how long they took
+    assert world.start(14)[0].without_record == [[6, 14]]
 
 
 NUMBERS = st.one_of(
