@@ -37,8 +37,8 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
         lines = path.read_text().splitlines()
     except FileNotFoundError:
         if all(HOSTS_OF_MPI.fullmatch(host) for host in str(path).split(",")):
-            lines = " and ".join(f"`{host.replace(':', ' slots=')}`" for host in str(path).split(","))
-            raise LaunchError(f"--hostfile takes a file, not hosts: write {lines} into one, a line each") from None
+            wanted = " and ".join(f"`{host.replace(':', ' slots=')}`" for host in str(path).split(","))
+            raise LaunchError(f"--hostfile takes a file, not hosts: write {wanted} into one, a line each") from None
         raise LaunchError(
             f"hostfile {path} does not exist{nearest(path)}: name one with lines such as `node1 slots=8`, or use "
             "`megalite train` for this machine alone"
