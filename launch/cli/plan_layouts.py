@@ -20,7 +20,15 @@ from launch.cli.options import (
 )
 from launch.errors import LaunchError
 from launch.output import check_writable, print_csv, print_json, progress_lines, write_file
-from launch.planning.tables.layouts import LayoutRow, layouts_table, row_of, rows_of, search_as_json
+from launch.planning.tables.layouts import (
+    LayoutRow,
+    context_rows,
+    contexts_table,
+    layouts_table,
+    row_of,
+    rows_of,
+    search_as_json,
+)
 from launch.planning.tables.outlook import outlook_as_json, outlook_lines
 from launch.runtime.logs import get_logger
 from launch.runtime.printing import say
@@ -31,6 +39,7 @@ from megalite.config.known_models import origin, run_of
 from megalite.config.load import stated_values
 from megalite.config.suggestions import dotted
 from megalite.config.yaml_text import to_yaml
+from megalite.planner.contexts import contexts
 from megalite.planner.explanation import caveats, explain, why_nothing_fits
 from megalite.planner.hardware import Cluster, is_guess
 from megalite.planner.outlook import outlook_of
@@ -63,6 +72,9 @@ def layouts(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the files of --write and --html.")] = False,
     html: Annotated[Path | None, typer.Option(metavar="FILE.html", help="Write a report with figures.")] = None,
     price: PricePerAcceleratorHour = None,
+    longest_context: Annotated[
+        bool, typer.Option("--longest-context", help="Also find the longest sequences that fit, with their MFU.")
+    ] = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print the layouts as CSV.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -95,15 +107,23 @@ def layouts(
         )
     if result.best is None:
         raise LaunchError(why_nothing_fits(config, result, config.unresolved_options))
+    lengths = None
+    if longest_context:
+        with progress_lines("judging longer sequences", every_s=1.0) as describe:
+            lengths = contexts(config, result.cluster, config.unresolved_options, describe)
     per_node = result.cluster.accelerators_per_node
     outlook = outlook_of(config, result.best.job, result.best.time.seconds, per_node)
     if as_csv:
         print_csv(rows_of(result, own, top))
     elif as_json:
-        print_json(search_as_json(result, outlook_as_json(outlook, config, price), own, problem, top))
+        values = search_as_json(result, outlook_as_json(outlook, config, price), own, problem, top)
+        longer = {} if lengths is None else {"contexts": context_rows(lengths, result.cluster)}
+        print_json(values | longer)
     else:
         say(f"cluster: {_cluster_text(result.cluster)}")
         layouts_table(rows_of(result, own, top), result).print()
+        if lengths is not None:
+            contexts_table(lengths, result.cluster).print()
         if problem is not None:
             say(f"as written it does not work: {problem}")
         is_rough = is_guess(result.cluster.accelerator)

@@ -4,7 +4,9 @@ here."""
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import fields, replace
+from datetime import date, datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -21,7 +23,7 @@ from launch.cli.options import (
 )
 from launch.errors import LaunchError
 from launch.output import print_csv, print_json
-from launch.planning.prediction_by_size import SizedRun, predicted_runs, steps_not_counted
+from launch.planning.prediction_by_size import SizedRun, counts_by, predicted_runs, steps_not_counted
 from launch.planning.tables.reliability import ReliabilityAnswer
 from launch.trainer.run_config import load_run_config
 from megalite.config import Config, ConfigError
@@ -117,6 +119,14 @@ def reliability(
         str | None, typer.Option(help="GPU on which to predict steps of CONFIG and that share, such as H100.")
     ] = None,
     price: PricePerAcceleratorHour = None,
+    by: Annotated[
+        str | None,
+        typer.Option(
+            metavar="YYYY-MM-DD",
+            help="Name the cheapest number of GPUs whose run, begun today, ends by this date; without --gpus, of those "
+            "that come near it.",
+        ),
+    ] = None,
     preset: Annotated[
         Literal["tutorial", "llama3"] | None,
         typer.Option(help="A worked example with all its figures, or the component failures of Llama 3."),
@@ -146,7 +156,11 @@ def reliability(
         {field.name: context.params[field.name] for field in fields(Components)},
     )
     config = None if config_path is None else load_run_config(config_path, overrides or [])
-    counts = parse_gpus(gpus, gpus_per_node)
+    deadline = None if by is None else _deadline(by, config, accelerator, days)
+    if deadline is not None and "--gpus" not in given and config is not None and accelerator is not None:
+        counts = counts_by(config, accelerator, gpus_per_node, deadline - time.time())
+    else:
+        counts = parse_gpus(gpus, gpus_per_node)
     rate_per_1000_node_days, rate_source = _rate(rate, components, config, counts, gpus_per_node)
     given_contents = contents if "--contents" in given else None
     size, bytes_per_parameter, size_source = _size(config_path, config, parameters, given_contents)
@@ -186,6 +200,7 @@ def reliability(
         _interval_source(interval_minutes, config, accelerator),
         checked_price(price),
         (*remarks, *_unused_hours(config, rate_source)),
+        by,
     )
     if as_json:
         print_json(tables.as_values(answer, runs))
@@ -193,6 +208,19 @@ def reliability(
         print_csv([tables.flat(run, answer.price) for run in runs])
     else:
         tables.show(answer, runs)
+
+
+def _deadline(by: str, config: Config | None, accelerator: str | None, days: float | None) -> float:
+    """The end of a day, in seconds of `time.time`. Raises LaunchError."""
+    if config is None or accelerator is None or days is not None:
+        raise LaunchError(f"--by {by} needs the length of a run: give a CONFIG and --accelerator, and no --days")
+    try:
+        day = date.fromisoformat(by)
+    except ValueError:
+        raise LaunchError(f"--by {by} is no date: write it as {date.today().isoformat()}") from None
+    if day <= date.today():
+        raise LaunchError(f"--by {by}: a run that begins today, {date.today()}, cannot end by then")
+    return datetime.combine(day + timedelta(days=1), datetime.min.time()).timestamp()
 
 
 def parse_gpus(text: str, gpus_per_node: int) -> list[int]:

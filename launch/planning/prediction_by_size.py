@@ -14,6 +14,7 @@ from launch.output import progress_lines
 from launch.planning.cluster import nodes_of
 from megalite.config import Config, resolve_layout
 from megalite.config.suggestions import multiples_near
+from megalite.planner.cost.shapes import parameters
 from megalite.planner.cost.step_time import StepTime, step_time
 from megalite.planner.explanation import why_nothing_fits
 from megalite.planner.outlook import reliability_of, stated_interval_s
@@ -26,6 +27,7 @@ from megalite.planner.units import duration
 from megalite.planner.workload import TrainingWorkload
 
 HARDLY_EVER = 1e-9  # failures per 1,000 node-days, for a rate of 0, which has no mean time between failures
+TRIED, MOST_COUNTED = 5, 100_000  # numbers of GPUs, and the largest
 COMMUNICATION = ("tensor collectives", "between stages", "replicas")  # of `StepTime.parts`
 
 
@@ -128,6 +130,21 @@ def predicted_runs(
     if not runs:
         raise last
     return runs, problems
+
+
+def counts_by(config: Config, accelerator: str, gpus_per_node: int, seconds: float) -> list[int]:
+    """Returns numbers of GPUs of which the least could finish the run in so many seconds if they did nothing but its
+    products at their usual speed, and the largest has three times as many."""
+    one = nodes_of(accelerator, 1, gpus_per_node, "as counted")
+    flops = 6.0 * parameters(config.model) * config.batches.tokens_after(config.total_steps)
+    if (experts := config.model.num_experts) is not None:
+        flops *= config.model.num_experts_per_tok / experts  # nearly all weights are the experts'
+    least = flops / seconds / (one.peak_flops(config.precision.dtype) * one.accelerator.efficiency) / gpus_per_node
+    nodes = sorted({*(2**n for n in range(18)), *(3 * 2**n for n in range(17))})
+    counts = [count * gpus_per_node for count in nodes if least <= count and count * gpus_per_node <= MOST_COUNTED]
+    if not counts:
+        raise LaunchError(f"no number of {accelerator} up to {MOST_COUNTED:,} ends the run by then")
+    return counts[:TRIED]
 
 
 def _predicted_run(config: Config, accelerator: str, gpus: int, job: Reliability, is_length_wanted: bool) -> SizedRun:

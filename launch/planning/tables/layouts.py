@@ -8,6 +8,7 @@ from typing import Any
 
 from launch.output import Table
 from megalite.planner.choice import doubts
+from megalite.planner.contexts import ContextLength
 from megalite.planner.explanation import explain
 from megalite.planner.hardware import Cluster, is_guess
 from megalite.planner.search import LayoutCandidate, SearchResult
@@ -84,6 +85,31 @@ def layouts_table(rows: Sequence[LayoutRow], result: SearchResult) -> Table:
         f"{result.cluster.accelerator.memory_gib:.3g} GiB",
         text_columns=(0, 1),
     )
+
+
+def context_rows(lengths: Sequence[ContextLength], cluster: Cluster) -> list[LayoutRow]:
+    """The row of the layout to take for each length of sequences."""
+    return [
+        {"sequence_length": one.length, "sequences": one.best.job.global_batch_size, **row_of(one.best, cluster, None)}
+        for one in lengths
+        if one.best is not None
+    ]
+
+
+def contexts_table(lengths: Sequence[ContextLength], cluster: Cluster) -> Table:
+    """Builds the table of the longest sequences that fit."""
+    columns = {
+        "sequence\nlength": "{sequence_length:,}",
+        "sequences\nof a step": "{sequences:,}",
+        "layout": "{layout}",
+        "GiB": "{memory_gib:.3g}",
+        "tokens/s": "{tokens_per_s:,.0f}",
+        "MFU": "{model_flops_utilization:.1%}",
+    }
+    if cluster.accelerator.device == "cpu":
+        del columns["MFU"]
+    title = "longest sequences that fit, in steps of as many tokens"
+    return Table.of(context_rows(lengths, cluster), columns, title=title, text_columns=(2,))
 
 
 def search_as_json(

@@ -47,7 +47,7 @@ def outlook_lines(outlook: RunOutlook, config: Config, price: float | None, *, r
     if price is not None:
         least, most = money(fast.price(price)), money(slow.price(price))
         lines.append(
-            f"price: {money(length.price(price))} at {price:g} per accelerator-hour"
+            f"price: {money(length.price(price))} at {price:g} per accelerator-hour, without storage and network"
             + (f", {least} to {most} at the published failure rates" if least != most else "")
         )
     return [*lines, checkpoint_line(outlook, config)]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +39,13 @@ class ReliabilityAnswer:
     interval_source: str = "checkpoint.interval auto"
     price: float | None = None  # of an accelerator-hour
     remarks: tuple[str, ...] = ()  # sizes that are left out, and options that are not counted
+    by: str | None = None  # a date by which the run should end
 
 
 log = get_logger(__name__)
 TUTORIAL = Path(__file__).with_name("scaling_tutorial.json")  # made by benchmarks/planner/scaling_tutorial.py
 LOW, HIGH = PUBLISHED_BAND
+MOST_DAYS = 1_000_000  # that a date may lie ahead
 ROUNDED = ("_s", "_min", "mtbf_hours", "mtbf_hours_at_high_rate", "mtbf_hours_at_low_rate")  # ends of names of figures
 
 
@@ -50,6 +54,8 @@ def show(answer: ReliabilityAnswer, runs: Sequence[SizedRun]) -> None:
     say(*assumptions(answer), sep="\n")
     for table in _tables(answer, runs):
         table.print()
+    if answer.by is not None:
+        say(by_words(answer, runs))
     for notice in notices(answer, runs):
         log.info(notice)
 
@@ -78,6 +84,29 @@ def assumptions(answer: ReliabilityAnswer) -> list[str]:
         + (f"at most {limit / 1e9:g} GB/s together, " if limit else "no limit together, ")
         + timing,
     ]
+
+
+def cheapest_by(answer: ReliabilityAnswer, runs: Sequence[SizedRun]) -> SizedRun | None:
+    """The run with the fewest accelerator-hours of those that end by the date; None where none does."""
+    assert answer.by is not None
+    last = date.fromisoformat(answer.by)
+    return min((run for run in runs if ends_on(run) <= last), key=lambda run: run.accelerator_hours, default=None)
+
+
+def ends_on(run: SizedRun) -> date:
+    """The day on which a run ends that begins today."""
+    return date.today() + timedelta(days=min(math.ceil(run.days), MOST_DAYS))
+
+
+def by_words(answer: ReliabilityAnswer, runs: Sequence[SizedRun]) -> str:
+    """One sentence with the cheapest number of GPUs that ends by the date."""
+    if (best := cheapest_by(answer, runs)) is None:
+        return f"none of these numbers of GPUs ends by {answer.by}: the largest ends on {ends_on(runs[-1])}"
+    cost = "" if answer.price is None else f", {best.accelerator_hours * answer.price:,.0f} for accelerators alone"
+    return (
+        f"cheapest that ends by {answer.by}: {best.scale.gpus:,} GPUs, {best.layout}, on {ends_on(best)} if it begins "
+        f"today; {best.accelerator_hours:,.0f} accelerator-hours{cost}"
+    )
 
 
 def notices(answer: ReliabilityAnswer, runs: Sequence[SizedRun]) -> list[str]:
@@ -142,7 +171,12 @@ def as_values(answer: ReliabilityAnswer, runs: Sequence[SizedRun]) -> dict[str, 
         "interval_from": answer.interval_source,
         "scales": [flat(run, answer.price) for run in runs],
         "notices": notices(answer, runs),
-    }
+    } | ({} if answer.by is None else {"by": answer.by, "cheapest": _cheapest(answer, runs)})
+
+
+def _cheapest(answer: ReliabilityAnswer, runs: Sequence[SizedRun]) -> dict[str, Any] | None:
+    best = cheapest_by(answer, runs)
+    return None if best is None else flat(best, answer.price) | {"ends": ends_on(best).isoformat()}
 
 
 def _tables(answer: ReliabilityAnswer, runs: Sequence[SizedRun]) -> list[Table]:
@@ -203,6 +237,8 @@ def _length_table(answer: ReliabilityAnswer, runs: Sequence[SizedRun]) -> list[T
     columns = {"GPUs": "{gpus:,}"}
     if lengths:
         columns |= {"layout": "{layout}", "s/step": "{step_s:.3g}", "steps": "{steps:,}"}
+    if answer.by is not None:
+        columns["ends"] = "{ends}"
     columns |= {"days": "{days}", "accelerator-hours": "{accelerator_hours:,.0f}"}
     if answer.price is not None:
         columns |= {f"price, {answer.price:g}\nan hour": "{price:,.0f}"}
@@ -210,7 +246,7 @@ def _length_table(answer: ReliabilityAnswer, runs: Sequence[SizedRun]) -> list[T
     text_columns = (1,) if lengths else ()
     return [
         Table.of(
-            [flat(run, answer.price) | {"days": _figures(run.days)} for run in runs],
+            [flat(run, answer.price) | {"days": _figures(run.days), "ends": str(ends_on(run))} for run in runs],
             columns,
             f"{title}, saves and failures included",
             text_columns,

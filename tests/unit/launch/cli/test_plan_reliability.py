@@ -5,11 +5,14 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
+from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+from click.testing import Result
 from typer.testing import CliRunner
 
 from launch import output
@@ -30,16 +33,20 @@ from tests.unit.launch.cli.test_app import megalite
 TUTORIAL_GPUS = [8, 32, 64, 128, 256, 512, 1024]
 
 
-def plan(*words: str) -> str:
-    """What is printed; what is raised goes to the caller."""
+def invoked(*words: str) -> Result:
+    """A command that ends well; what is raised goes to the caller."""
     with patch.object(output, "terminal_width", lambda: 200):
         done = CliRunner().invoke(plan_app, ["reliability", *words], catch_exceptions=False)
     assert done.exit_code == 0, done.output
-    return done.output
+    return done
+
+
+def plan(*words: str) -> str:
+    return invoked(*words).output
 
 
 def answer(*words: str) -> dict[str, Any]:
-    return json.loads(plan(*words, "--json"))
+    return json.loads(invoked(*words, "--json").stdout)  # what takes long is told on stderr
 
 
 def test_dots_double_up_to_the_next_number() -> None:
@@ -116,6 +123,27 @@ def test_storage_writers_and_background_decide_what_a_save_takes() -> None:
     assert behind["save_blocked_s"] == pytest.approx(988.4 / 1024 / 20)
     assert behind["interval_s"] >= behind["save_duration_s"]
     assert "storage sets the interval" in plan(*base, "--writers", "1", "--background", "--copy-gb-per-s", "1e6")
+
+
+def test_the_cheapest_number_that_ends_by_a_date_is_named() -> None:
+    """The fewest accelerator-hours among those that are in time, not the first of them, nor the fastest."""
+    words = ("llama3.2-1b", "training.tokens=2e11", "--accelerator", "H100", "--price-per-accelerator-hour", "2")
+    runs = answer(*words, "--gpus", "8,32,128")["scales"]
+    by = date.today() + timedelta(days=math.ceil(runs[1]["days"]))
+    found = answer(*words, "--gpus", "8,32,128", "--by", by.isoformat())
+    in_time = [run for run in runs if run["days"] <= runs[1]["days"]]
+    best = min(in_time, key=lambda run: run["accelerator_hours"])
+    assert 1 < len(in_time) < len(runs) and found["cheapest"]["gpus"] == best["gpus"]
+    assert found["cheapest"]["price"] == 2 * found["cheapest"]["accelerator_hours"]
+    chosen = answer(*words, "--by", by.isoformat())
+    assert len(chosen["scales"]) > 1 and chosen["cheapest"]["accelerator_hours"] <= best["accelerator_hours"]
+    said = plan(*words, "--gpus", "8", "--by", by.isoformat())
+    assert f"none of these numbers of GPUs ends by {by}: the largest ends on " in said
+    for wrong, why in (("2001-01-01", "cannot end by then"), ("soon", "is no date")):
+        with pytest.raises(LaunchError, match=why):
+            invoked(*words, "--by", wrong)
+    with pytest.raises(LaunchError, match="needs the length of a run"):
+        invoked("--by", by.isoformat())
 
 
 def test_an_interval_of_one_s_own_is_taken() -> None:

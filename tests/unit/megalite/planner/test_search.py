@@ -18,6 +18,7 @@ from megalite.config.auto import AUTO, CHOOSABLE
 from megalite.config.suggestions import OptionPath, dotted
 from megalite.planner import search as module
 from megalite.planner.choice import ERROR, RECOMPUTE_MODES, ROOMY, doubts
+from megalite.planner.contexts import contexts
 from megalite.planner.cost.memory import CPU, Device, memory_of
 from megalite.planner.cost.step_time import StepTime
 from megalite.planner.explanation import BACKGROUND, caveats, explain, why_nothing_fits
@@ -388,6 +389,22 @@ def test_what_alone_fits_is_taken_with_its_doubts() -> None:
     assert result.best is not None and result.best.layout.zero_stage == 3
     assert any("ZeRO-3 is taken to hide" in line for line in caveats(config, result))
     assert any("are a best case" in line for line in caveats(config, result))
+
+
+def test_the_longest_context_fits_and_a_longer_one_does_not() -> None:
+    model = LLAMA_70B | {"num_hidden_layers": 4, "hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 1000}
+    config = config_of(model | {"num_attention_heads": 8}, 16, 8192, precision={"dtype": "bf16"})
+    cluster = nodes_of(1, "A100-40GB")
+    found = contexts(config, cluster, CHOOSABLE)
+    lengths = [one.length for one in found]
+    assert lengths[:2] == [8192, 16384] and len(lengths) > 3
+    for one in found:
+        assert one.best is not None and one.best.job.sequence_length == one.length
+        assert one.best.job.tokens_per_step <= 16 * 8192 or one.best.job.global_batch_size == 1
+    doubled = max(length for length in lengths if length & (length - 1) == 0)
+    longer = {("training", "sequence_length"): lengths[-1] + doubled // 8, ("training", "global_batch_size"): 1}
+    too_long = config.with_resolved(longer | {("model", "max_position_embeddings"): 2 * lengths[-1]})
+    assert not search(too_long, cluster).candidates
 
 
 def test_larger_micro_batches_are_tried_where_a_smaller_one_does_not_fit() -> None:
