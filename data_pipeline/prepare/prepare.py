@@ -128,7 +128,7 @@ def prepare(
                 _announce_full_disk(job, store, notice)
             workers = min(workers, len(job.units))
             sizes = [sum(stretch.size_bytes for _, stretch in unit) for unit in job.units]
-            reporter = _Reporter(progress, sizes, started)
+            reporter = _Reporter(progress, sizes, workers, started)
             with _full_disk_explained(output):
                 _encode_missing(UnitWork(job, store), resumed, workers, reporter)
                 meta, first_skipped = _merge(job, store, reporter)
@@ -221,8 +221,11 @@ class _Reporter:
     tokens, which are as long as those of the others.
     """
 
-    def __init__(self, tell: Callable[[PrepareProgress], None] | None, sizes: list[int], started: float) -> None:
+    def __init__(
+        self, tell: Callable[[PrepareProgress], None] | None, sizes: list[int], workers: int, started: float
+    ) -> None:
         self._tell, self._sizes, self._started = tell, sizes, started
+        self._most_under_way = 0.9 * workers * sum(sizes) / max(1, len(sizes))
 
     def begin(self, doing: Literal["counting", "encoding", "joining"], parts_done: Collection[int] = ()) -> None:
         self._doing, self._parts_done, self._documents, self._tokens = doing, len(parts_done), 0, 0
@@ -252,10 +255,8 @@ class _Reporter:
             return self._parts_done / max(1, len(self._sizes)), None
         if self._done_tokens and self._done_bytes:
             each = self._done_bytes / self._done_tokens
-        mine: float = min(
-            self._done_bytes + (self._tokens - self._done_tokens) * each, 0.99 * (whole - self._kept_bytes)
-        )
-        mine = max(mine, self._done_bytes)
+        under_way = min((self._tokens - self._done_tokens) * each, self._most_under_way)
+        mine = max(self._done_bytes, min(self._done_bytes + under_way, 0.99 * (whole - self._kept_bytes)))
         left = whole - self._kept_bytes - mine
         return (self._kept_bytes + mine) / whole, left / mine * seconds if mine else None
 

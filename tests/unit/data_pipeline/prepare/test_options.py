@@ -159,6 +159,8 @@ def test_a_run_that_met_a_bad_row_goes_on_without_it(folder: Path) -> None:
     summary = prepare(["a.jsonl"], Path("out"), Path("tok"), PrepareOptions(skip_bad_rows=True), workers=1)
     assert (summary.resumed_parts, summary.skipped_rows) == (reports[-1].parts_done, 1) and summary.resumed_parts > 0
     assert "line 9 is not JSON" in summary.first_skipped[0]
+    shares = [report.share for report in reports]
+    assert shares == sorted(shares) and 0 < shares[0] < shares[-1] < 1 and reports[-1].seconds_left is not None
     with pytest.raises(DataError, match="line 9 is not JSON"):
         prepare(["a.jsonl"], Path("out"), Path("tok"), workers=1)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -256,3 +257,23 @@ def test_urls_that_cannot_be_data_are_refused_with_the_config(
     with pytest.raises(ConfigError) as caught:
         check_rules(Config.model_validate(tiny | {"data": options}), None, None)
     assert sentence in str(caught.value) and "hunter2" not in str(caught.value)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
+def test_a_copy_of_another_user_is_proven_before_it_is_used(
+    data: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever could write a shared cache chose what was trained on, under the fingerprint of the right data."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "private"))
+    prefix = fetched(data)
+    for path in (prefix.parent, *prefix.parent.iterdir()):
+        os.chown(path, 65534, 65534)
+    with pytest.raises(DataError, match="holds no copy of"):
+        copies_here(data, LENGTH, may_fetch=False, tell=print)
+    found = fetched(data)
+    assert found.is_relative_to(tmp_path / "private") and found == fetched(data)
+    tokens = Path(f"{prefix}.bin")
+    assert Path(f"{found}.bin").read_bytes() == tokens.read_bytes()
+    tokens.write_bytes(bytes(tokens.stat().st_size))
+    with pytest.raises(DataError, match=r"belongs to user number 65534, not to you, and its text\.bin is not the file"):
+        fetched(data)
