@@ -44,6 +44,7 @@ from megalite.checkpoint.small_files import read_end
 from megalite.config import Config
 from megalite.monitor.line_files import append_line
 from megalite.monitor.observer import Nonfatal
+from megalite.monitor.progress import goes_on_in_words
 
 log = get_logger(__name__)
 
@@ -176,7 +177,7 @@ class Supervisor(ABC):
                     return code
                 reason = self._reason_to_give_up(before, after, ended)
                 if reason:
-                    self._log(f"gave up: {reason}: {describe(code)}")
+                    self._log(f"gave up: {reason}: {describe(code)}; {goes_on_in_words(self._folder.checkpoint)}")
                     return code
                 if self._restarts and self._folder.checkpoint != before.checkpoint:
                     self._wait_s = self._policy.first_wait_s

@@ -29,6 +29,7 @@ from tests.helpers.commands import ROOT
 
 ATTEMPTS = Path(__file__).parents[1] / "helpers" / "attempts.py"
 MARK = "MEGALITE_TEST_MARK"
+AGAIN = "the same command begins again with step 1"
 
 
 class Supervised:
@@ -141,14 +142,15 @@ def test_it_gives_up_where_the_same_step_fails_twice(supervise: Callable[..., Su
     code, said = supervise([{"steps": 7, "save": 6, "code": 1}, {"steps": 7, "code": 1}]).end()
     assert code == 1 and len(said) == 2
     assert said[1] == (
-        "gave up: it failed twice in a row after step 7; newest checkpoint: step 6, without progress: exit code 1"
+        "gave up: it failed twice in a row after step 7; newest checkpoint: step 6, without progress: exit code 1; "
+        "the same command goes on from step 6"
     )
 
 
 def test_it_gives_up_where_no_step_is_ever_reached(supervise: Callable[..., Supervised]) -> None:
     code, said = supervise([{"code": 1}] * 4 + [{"signal": "SIGSEGV"}], "--longest-wait", "0").end()
     assert (code, len(said)) == (139, 6) and "a module of yours" in said[0]
-    assert said[-1] == f"gave up: 5 attempts in a row failed before they had trained a step: {describe(139)}"
+    assert said[-1].startswith(f"gave up: 5 attempts in a row failed before they had trained a step: {describe(139)};")
 
 
 def test_a_start_that_fails_for_a_while_does_not_end_a_run_that_trains(supervise: Callable[..., Supervised]) -> None:
@@ -194,7 +196,7 @@ def test_what_the_run_says_counts_and_not_its_launcher_s_code(
 
 def test_a_run_that_hung_is_restarted_and_its_code_is_told(supervise: Callable[..., Supervised]) -> None:
     code, said = supervise([{"events": ["started", "hung"], "steps": 3, "code": 1}], "--restarts", "0").end()
-    assert (code, said) == (86, [f"gave up: no restart is allowed: {describe(86)}"])
+    assert (code, said) == (86, [f"gave up: no restart is allowed: {describe(86)}; {AGAIN}"])
 
 
 def test_a_launcher_s_0_is_not_believed_where_the_run_did_not_end(supervise: Callable[..., Supervised]) -> None:
@@ -233,7 +235,7 @@ def test_of_a_killed_rank_the_signal_is_told_and_not_that_the_others_waited() ->
 
 def test_it_gives_up_when_the_restarts_are_used(supervise: Callable[..., Supervised]) -> None:
     code, said = supervise([{"steps": step, "code": 9} for step in (1, 2, 3)], "--restarts", "2").end()
-    assert (code, said[-1]) == (9, "gave up: all 2 restarts are used: exit code 9")
+    assert (code, said[-1]) == (9, f"gave up: all 2 restarts are used: exit code 9; {AGAIN}")
 
 
 @pytest.mark.parametrize("code", [2, 3, 75, 130])
