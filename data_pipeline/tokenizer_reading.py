@@ -287,8 +287,8 @@ class _Reader:
         from transformers import AutoTokenizer
 
         self._folder = folder
-        if (folder / TOKENIZER).is_file():
-            load_tokenizer(folder / TOKENIZER)  # says what is wrong; transformers names the missing key alone
+        path = folder / TOKENIZER  # loaded first to say what is wrong with it: transformers names the missing key alone
+        self._alone = load_tokenizer(path) if path.is_file() else None
         try:
             self._hub = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # transformers raises whatever the files lead it to
@@ -331,17 +331,19 @@ class _Reader:
         import tokenizers
 
         hub, backend, path = self._hub, getattr(self._hub, "backend_tokenizer", None), self._folder / TOKENIZER
-        if not isinstance(backend, tokenizers.Tokenizer):
+        if not isinstance(backend, tokenizers.Tokenizer) or self._alone is None:
             raise DataError(
                 f"{self._folder}: transformers reads it as {type(hub).__name__}, not by its tokenizer.json: save it "
                 "again with save_pretrained, as a tokenizer of the library `tokenizers`"
             )
-        content = backend.to_str()
-        read, alone = _without_limits_on_length(content), load_tokenizer(path)
+        backend.no_truncation()
+        backend.no_padding()
+        content, own = backend.to_str(), self._alone.to_str()
+        read = self._alone if content == own else _without_limits_on_length(content)
         self._check_agreement(read)
         digest, differing = sha256_of_file(path), {}
-        if (theirs := read.to_str()) != (own := alone.to_str()):
-            parsed = json.loads(theirs), json.loads(own)
+        if content != own:
+            parsed = json.loads(content), json.loads(own)
             differing = {name: parsed[0][name] for name in _COMPONENTS if parsed[0][name] != parsed[1][name]}
         if differing:
             identity = json.dumps([digest, differing], sort_keys=True)
