@@ -157,7 +157,6 @@ def compiled_extensions(options: dict[str, Any]) -> tuple[str, ...]:
         "async_io": has_nvme,
         "gds": has_nvme,
         "quantizer": any(value for key, value in zero.items() if key.startswith("zero_quantized_")),
-        "cpu_adam": bool(zero.get("zenflow")),
     }
     return tuple(name for name, is_needed in needs.items() if is_needed)
 

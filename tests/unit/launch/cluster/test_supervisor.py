@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -56,3 +57,26 @@ def test_a_run_that_does_not_fit_the_hosts_that_are_left_waits_for_the_others(
         with pytest.raises(LaunchError, match=r"this layout, .* needs .* and the host has") as told:
             supervisor._assign_hosts()
         assert not isinstance(told.value, NotEnoughHosts), "nobody is missing"
+
+
+def test_locks_of_extensions_that_ranks_compile_are_removed_and_no_others(
+    tiny: dict[str, Any], two_names: tuple[Host, Host], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hosts were refused for a lock of DeepSpeed's CPU collective, which another program left and no rank builds."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
+    theirs, own = (tmp_path / "extensions" / name / "lock" for name in ("deepspeed_shm_comm", "async_io"))
+    for lock in (theirs, own):
+        lock.parent.mkdir(parents=True)
+        lock.touch()
+    with HostsSupervisor(Config.model_validate(tiny), two_names[:1], Policy(), Options()) as supervisor:
+        supervisor._attempts = 1
+        assert [host.name for host in supervisor._assign_hosts().hosts] == ["node1"]
+    tiny["deepspeed"] = {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}}
+    config = Config.model_validate(tiny | {"parallel": {"zero_stage": 3}})
+    with HostsSupervisor(config, two_names[:1], Policy(), Options()) as supervisor:
+        supervisor._attempts = 1
+        with pytest.raises(NotEnoughHosts, match=f"wait for ever for a lock .*rm {own}"):
+            supervisor._assign_hosts()
+        supervisor._attempts, supervisor._began = 2, time.monotonic() - 60
+        assert [host.name for host in supervisor._assign_hosts().hosts] == ["node1"]
+    assert theirs.exists() and not own.exists()

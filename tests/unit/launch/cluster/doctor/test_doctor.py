@@ -256,7 +256,6 @@ def test_a_lock_on_shared_storage_may_be_held_on_another_host() -> None:
             {"zero_optimization": {"zero_quantized_weights": False, "offload_param": {"device": "nvme"}}},
             ("async_io", "gds"),
         ),
-        ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, ("cpu_adam",)),
     ],
 )
 def test_locks_are_looked_at_that_ranks_wait_for(
