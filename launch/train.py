@@ -81,6 +81,7 @@ from megalite.config.known_bad import check_known_bad, installed_versions
 from megalite.config.layout import unchecked_layout
 from megalite.config.user_folders import ensure_home
 from megalite.engine.errors import MessageRefused, RendezvousFailed
+from megalite.engine.meeting_place import is_loopback_address
 from megalite.monitor.events import EVENTS, EventLog
 from megalite.planner.cost.shapes import recompute_of_blocks
 from megalite.planner.units import plural
@@ -96,6 +97,7 @@ log = get_logger("launch.train")  # as a script this module is named __main__
 PROCESS_START_TIME = time.monotonic()
 WAITING_AGAIN_S = 60.0  # between two sentences about the same wait for other ranks
 RUN_LOCK_TIMEOUT_S = 100.0  # a file server keeps the lock of a host that has died for its lease; NFS: 90 s
+LOCAL_PATIENCE_S = 60.0  # in which ranks of one host come that only variables, perhaps left over, have made ranks
 ASKED_TO_END_S = 60.0  # for the mirror, and the exports of a run that is done, when the machine has been asked for
 COLLECTIVE_TIMEOUT_FRACTION = 5 / 6  # of the process group's timeout, within which rank 0 must join the others
 NO_SUPERVISOR = (
@@ -312,9 +314,19 @@ def _join(config: Config, rank: Rank, progress: StartupProgress) -> Device:
     def announce(sentence: Callable[[], str]) -> None:
         progress.begin_waiting(lambda: sentence() + hint, WAITING_AGAIN_S, on_each_host=True)
 
-    rendezvous = None
+    rendezvous, may_be_left_over = None, not rank.launcher and rank.world_size > 1 and ATTEMPT not in os.environ
+    if may_be_left_over:
+        log.info(f"rank {rank.rank} of {rank.world_size} meets the others at {os.environ.get('MASTER_ADDR')}{hint}")
     if rank.world_size > 1:
-        rendezvous = Rendezvous(timeout, announce, end=partial(_end_with, rank=rank))
+        is_here = may_be_left_over and is_loopback_address(os.environ["MASTER_ADDR"])
+        patience_s = min(LOCAL_PATIENCE_S, timeout.total_seconds()) if is_here else None
+        try:
+            rendezvous = Rendezvous(timeout, announce, end=partial(_end_with, rank=rank), patience_s=patience_s)
+        except RendezvousFailed as error:
+            if not is_here:
+                raise
+            witness.end()  # there is nobody to tell
+            raise LaunchError(f"{error}{hint}") from None
         progress.at_first_step += [rendezvous.close, witness.end]
     progress.begin("connecting all ranks" if rendezvous is not None else "preparing the device")
     kind = start_distributed(rank.local_rank, timeout, rendezvous).type

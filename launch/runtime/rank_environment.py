@@ -11,7 +11,8 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from megalite.checkpoint.small_files import UnsafeFile, read_small_file
 from megalite.engine.meeting_place import ATTEMPT as ATTEMPT
 
 Environment = Mapping[str, str]
+Reader = Callable[[Environment], "Rank | None"]
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 PRIVATE = "MEGALITE_PRIVATE_ENVIRONMENT"  # names a file with variables that must not appear on command lines
 PRIVATE_BYTES = 1 << 24  # Linux takes fewer in an environment
@@ -93,7 +95,34 @@ def read_rank(environment: Environment) -> Rank | None:
         raise LaunchError(
             f"the environment says that this is rank {found.rank} of {found.world_size}, from 0: correct it"
         )
+    if len(given) == len(VARIABLES):
+        _check_sizes(environment, found, readers)
     return replace(found, master=_master(environment, found))
+
+
+def _check_sizes(environment: Environment, found: Rank, readers: Sequence[Reader]) -> None:
+    """Raises LaunchError where sizes contradict RANK, LOCAL_RANK and WORLD_SIZE, which a shell may have left over."""
+    for name in LOCAL_SIZES:
+        if name in environment and not found.local_rank < _number(environment, name) <= found.world_size:
+            raise LaunchError(
+                f"LOCAL_RANK is {found.local_rank}, {name} {environment[name]} and WORLD_SIZE {found.world_size}, "
+                "which do not go together: unset what another start has left over"
+            )
+    outer = None if found.launcher else _scheduled(environment, readers)
+    if outer is not None and outer.world_size > found.world_size:
+        raise LaunchError(
+            f"{outer.launcher} has started {outer.world_size} ranks, and WORLD_SIZE is {found.world_size}: unset RANK, "
+            "LOCAL_RANK and WORLD_SIZE, which another start has left over"
+        )
+
+
+def _scheduled(environment: Environment, readers: Sequence[Reader]) -> Rank | None:
+    """Returns what MPI or a scheduler says of this process; None if they say nothing, or half of it."""
+    for read in readers:
+        with suppress(LaunchError):
+            if (found := read(environment)) is not None:
+                return found
+    return None
 
 
 def take_private_environment(environment: MutableMapping[str, str]) -> None:
@@ -237,7 +266,10 @@ def _master(environment: Environment, found: Rank) -> tuple[str, int]:
         raise LaunchError(
             "nothing says where the ranks meet: set MASTER_ADDR to the host of rank 0, on all hosts alike"
         )
-    return address, _number(environment, "MASTER_PORT") if "MASTER_PORT" in environment else port or DEFAULT_PORT
+    port = _number(environment, "MASTER_PORT") if "MASTER_PORT" in environment else port or DEFAULT_PORT
+    if not 0 < port < 1 << 16:
+        raise LaunchError(f"MASTER_PORT is {port}, which is no port: set one from 1 to 65535, on all hosts alike")
+    return address, port
 
 
 def _port(number: int) -> int:

@@ -29,6 +29,7 @@ LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "
 RESTARTS, MOST_RESTARTS = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"
 PATIENCE_S = 60.0  # for the ranks of other hosts to hear of a failure
 SILENT_S = 2.0  # by which a rank that says why it fails is ahead of those that a launcher then ends
+TELLING_S = 20.0  # that a rank stays for its witness to tell, as containers end with their first process
 LEAVE_S = 5.0  # for a witness that is not needed any more to end
 KILLED = "its process was ended, by a signal or because memory ran out: its own output and `dmesg` may say why"
 
@@ -79,9 +80,10 @@ class StartWitness:
             self._send({})
         self._close_pipe()
         try:
-            self._process.wait(PATIENCE_S + LEAVE_S if self.has_told else LEAVE_S)
+            self._process.wait(TELLING_S if self.has_told else LEAVE_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            if not self.has_told:  # else it goes on by itself, where whoever started the rank lets it
+                self._process.kill()
         self._process = None
 
     def _tell_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

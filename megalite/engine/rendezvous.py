@@ -64,17 +64,20 @@ class Rendezvous:
         announce: Callable[[Callable[[], str]], None] = lambda sentence: None,
         environment: MutableMapping[str, str] = os.environ,
         end: End | None = None,
+        patience_s: float | None = None,
     ) -> None:
         """Returns once this rank has come, and on rank 0 once all ranks have. Raises RendezvousFailed.
 
         Reads the variables that torch reads: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; and those of our own
         launchers: the folder where ranks of one host meet, and the secret of this attempt, which is removed from
         `environment`. `announce` takes a function that says at any later moment what this rank waits for. `end` is
-        called in a thread when another rank has failed, until `close`; it is to end this process.
+        called in a thread when another rank has failed, until `close`; it is to end this process. Ranks have
+        `patience_s` to come, by default the timeout, which is that of a request.
         """
         self.rank, self.world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
         self._has_joined, self._announce, self._end = threading.Event(), announce, end
         self._watch: FailureWatch | None = None
+        self._patience_s = timeout.total_seconds() if patience_s is None else patience_s
         self.secret: SharedSecret | None = None
         is_by_torchrun = is_served(environment)
         secret, folder = environment.pop(SECRET, ""), environment.get(FOLDER)
@@ -87,7 +90,7 @@ class Rendezvous:
             if self.world_size == 1:
                 self._notes = HashStore()
             elif folder:
-                self._meet_in(Path(folder), timeout)
+                self._meet_in(Path(folder))
             else:
                 self._meet_over_tcp(address, int(port), timeout, secret, is_by_torchrun=is_by_torchrun)
             # strangers that know no secret do not know where torch's keys are unless they list all of them
@@ -98,7 +101,7 @@ class Rendezvous:
         except (DistError, OSError) as error:
             raise RendezvousFailed(self._reason(error)) from None
 
-    def _meet_in(self, folder: Path, timeout: timedelta) -> None:
+    def _meet_in(self, folder: Path) -> None:
         """Meets ranks of the same user on this host; to open the folder is proof enough."""
         if not is_private(folder):
             raise RendezvousFailed(
@@ -106,20 +109,20 @@ class Rendezvous:
                 "local file system with modes, or unset it where megalite does not start the ranks"
             )
         self._notes = FileStore(str(folder / "store"), self.world_size)
-        self._come(timeout)
+        self._come()
 
     def _meet_over_tcp(self, address: str, port: int, timeout: timedelta, secret: str, *, is_by_torchrun: bool) -> None:
         self._announce(lambda: f"rank {self.rank} of {self.world_size} waits for rank 0 {self.place}")
         if self.rank == 0 and not is_by_torchrun:
             self._notes = serve(address, port, timeout)
         else:
-            self._notes = join(address, port, timeout, timeout.total_seconds())
+            self._notes = join(address, port, timeout, self._patience_s)
         if self._end is not None:
             self._watch = FailureWatch(_clone(self._notes), self.rank, self.world_size, secret, self._end)
         if not is_by_torchrun:
-            return self._prove_and_come(timeout, secret)
+            return self._prove_and_come(secret)
         self._forget_before()
-        self._come(timeout)
+        self._come()
         if self.rank:  # without torchrun the notes end with the process of rank 0
             threading.Thread(target=self._renew, name="rendezvous", daemon=True).start()
 
@@ -130,15 +133,15 @@ class Rendezvous:
             for rank in range(self.world_size):
                 self._notes.delete_key(_key(COME, rank))
 
-    def _come(self, timeout: timedelta, proof: str = "") -> None:
+    def _come(self, proof: str = "") -> None:
         """Notes that this rank has come; rank 0 waits for all others."""
         if self.rank == 0:
             self._announce(self._waiting)
         self._notes.set(_key(COME, self.rank), proof)
         if self.rank == 0:
-            self._wait_for_all(timeout)
+            self._wait_for_all()
 
-    def _prove_and_come(self, timeout: timedelta, secret: str) -> None:
+    def _prove_and_come(self, secret: str) -> None:
         """Meets the other ranks, and if there is a secret, only those that know it. Reads and writes O(ranks) keys.
 
         A rank that finds another run at this place leaves without a note, so that the other run goes on.
@@ -146,7 +149,7 @@ class Rendezvous:
         if self.rank == 0:
             shared = SharedSecret(secret, self.world_size)
             self._notes.set(CHALLENGE, shared.challenge if secret else "")
-            self._come(timeout)
+            self._come()
             if secret:
                 self._check_proofs(shared)
         else:
@@ -157,7 +160,7 @@ class Rendezvous:
                     f"rank {self.rank} of {self.world_size} has found another run {self.place}, whose rank 0 does not "
                     "share this run's secret: set another MASTER_PORT, or start all ranks with one command"
                 )
-            self._come(timeout, shared.proof(f"rank {self.rank}") if secret else "")
+            self._come(shared.proof(f"rank {self.rank}") if secret else "")
             if secret:
                 come = f"rank {self.rank} of {self.world_size} has reached rank 0 {self.place}, which waits for others"
                 self._announce(lambda: come)
@@ -229,13 +232,13 @@ class Rendezvous:
         absent = self._listed(self._missing(COME))
         return f"rank 0 of {self.world_size} waits for {absent} {self.place}"
 
-    def _wait_for_all(self, timeout: timedelta) -> None:
+    def _wait_for_all(self) -> None:
         notes = [_key(COME, rank) for rank in range(self.world_size)]
-        deadline, pause = time.monotonic() + timeout.total_seconds(), 0.002
+        deadline, pause = time.monotonic() + self._patience_s, 0.002
         while not self._notes.check(notes):
             if time.monotonic() > deadline:
                 raise RendezvousFailed(
-                    f"rank 0 of {self.world_size} waited {timeout.total_seconds() / 60:g} minutes {self.place} for "
+                    f"rank 0 of {self.world_size} waited {self._patience_s / 60:g} minutes {self.place} for "
                     f"{self._listed(self._missing(COME))}: look at why they did not start"
                 )
             time.sleep(pause)

@@ -178,6 +178,23 @@ WRONG = {
     "negative": (TRIO | {"RANK": "-1"}, "RANK is '-1', not a whole number"),
     "too high": (TRIO | MEETING | {"RANK": "4"}, "this is rank 4 of 4, from 0: correct it"),
     "port": (TRIO | MEETING | {"MASTER_PORT": "http"}, "MASTER_PORT is 'http', not a whole number"),
+    "no port": (TRIO | MEETING | {"MASTER_PORT": "65536"}, "MASTER_PORT is 65536, which is no port"),
+    "outside its host": (
+        TRIO | MEETING | {"LOCAL_WORLD_SIZE": "1"},
+        "LOCAL_RANK is 1, LOCAL_WORLD_SIZE 1 and WORLD_SIZE 4",
+    ),
+    "more on a host than at all": (
+        TRIO | MEETING | {"LOCAL_SIZE": "8"},
+        "LOCAL_SIZE 8 and WORLD_SIZE 4, which do not go",
+    ),
+    "left over in a step": (
+        STEP | MEETING | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"},
+        "Slurm has started 3 ranks, and WORLD_SIZE is 1: unset RANK, LOCAL_RANK and WORLD_SIZE",
+    ),
+    "left over under Open MPI": (
+        OMPI | MEETING | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"},
+        "Open MPI has started 4 ranks, and WORLD_SIZE is 2: unset RANK",
+    ),
     "no master": (TRIO, "set MASTER_ADDR to the host of rank 0"),
     "no master of MPI's": (OMPI, "set MASTER_ADDR to the host of rank 0"),
     "any order": (STEP | {"SLURM_DISTRIBUTION": "arbitrary"}, "set MASTER_ADDR to the host of rank 0"),
@@ -321,7 +338,7 @@ def test_the_rank_s_own_words(tmp_path: Path) -> None:
     for extra, said in (
         ({"RANK": "0"}, "the environment has RANK but not LOCAL_RANK and WORLD_SIZE"),
         (INTERACTIVE, "launch.train is one rank of a run: start it with"),
-        (TRIO | MEETING | {PRIVATE: str(tmp_path / "none")}, f"{PRIVATE} names "),
+        (TRIO | MEETING | {"LOCAL_SIZE": "4", PRIVATE: str(tmp_path / "none")}, f"{PRIVATE} names "),
     ):
         done = subprocess.run(
             [sys.executable, "-m", "launch.train", "c.yaml"],
