@@ -15,12 +15,11 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 if __name__ == "__main__":
     if sys.path[0] == str(Path(__file__).resolve().parent):
@@ -50,11 +49,9 @@ from launch.errors import (
     sentences_of,
 )
 from launch.runtime.console import Console, outlive_readers
-from launch.runtime.devices import Device
 from launch.runtime.logs import configure_logging, get_logger
-from launch.runtime.printing import say
 from launch.runtime.processes import end_with_parent
-from launch.runtime.rank_environment import ATTEMPT, Rank, take_private_environment, this_rank, waiting_hint
+from launch.runtime.rank_environment import ATTEMPT, Rank, take_private_environment, this_rank
 from launch.runtime.rank_process import be_deterministic, choose_interface, is_unsupervised, run_to_the_end, tell_once
 from launch.runtime.run_lock import LOCK
 from launch.runtime.start_witness import witness
@@ -63,6 +60,7 @@ from launch.trainer.attention_words import attention_in_words
 from launch.trainer.checkpoint_hooks import CheckpointHooks, manifest_maker
 from launch.trainer.data import evaluation_batches, evaluation_targets, open_data, training_batches
 from launch.trainer.host_copies import open_on_all_hosts
+from launch.trainer.joining import join_ranks, lost_rank
 from launch.trainer.prediction_tracker import PredictionTracker, look_up_machine, memory_of_ranks
 from launch.trainer.rank_devices import check_memory_of_ranks, devices_in_words, devices_of_ranks
 from launch.trainer.resume import RunSetup, agree_on_start, checkpoints_of, load_state
@@ -81,7 +79,6 @@ from megalite.config.known_bad import check_known_bad, installed_versions
 from megalite.config.layout import unchecked_layout
 from megalite.config.user_folders import ensure_home
 from megalite.engine.errors import MessageRefused, RendezvousFailed
-from megalite.engine.meeting_place import is_loopback_address
 from megalite.monitor.events import EVENTS, EventLog
 from megalite.planner.cost.shapes import recompute_of_blocks
 from megalite.planner.units import plural
@@ -91,13 +88,10 @@ from megalite.training.state import SaveFailed, TrainingInterrupted, TrainingPre
 
 if TYPE_CHECKING:
     from megalite.engine.engine import Engine
-    from megalite.engine.start_failures import StartFailure
 
 log = get_logger("launch.train")  # as a script this module is named __main__
 PROCESS_START_TIME = time.monotonic()
-WAITING_AGAIN_S = 60.0  # between two sentences about the same wait for other ranks
 RUN_LOCK_TIMEOUT_S = 100.0  # a file server keeps the lock of a host that has died for its lease; NFS: 90 s
-LOCAL_PATIENCE_S = 60.0  # in which ranks of one host come that only variables, perhaps left over, have made ranks
 ASKED_TO_END_S = 60.0  # for the mirror, and the exports of a run that is done, when the machine has been asked for
 COLLECTIVE_TIMEOUT_FRACTION = 5 / 6  # of the process group's timeout, within which rank 0 must join the others
 NO_SUPERVISOR = (
@@ -173,7 +167,7 @@ def _load_and_run(arguments: Sequence[str], console: Console, exit_stack: ExitSt
         where = error.filename or "a disk that the run writes to"
         return _fail(f"{where}: {NO_ROOM[error.errno]}: free some space", rank)
     except Exception as error:
-        if (lost := _lost_rank(error)) and rank is not None:  # which tells the others itself, or its witness does
+        if (lost := lost_rank(error)) and rank is not None:  # which tells the others itself, or its witness does
             tell_once(
                 f"rank {rank.rank} lost another rank while the run started ({lost}): look at what that one said", rank
             )
@@ -183,30 +177,11 @@ def _load_and_run(arguments: Sequence[str], console: Console, exit_stack: ExitSt
     return 0
 
 
-def _lost_rank(error: Exception) -> str:
-    """Returns torch's message if `error` comes from a rank that is gone, as while groups are built, else ""."""
-    if "torch" not in sys.modules:
-        return ""
-    from megalite.resilience.watchdog import lost_connection
-
-    return lost_connection(error)
-
-
 def _fail(sentence: str, rank: Rank | None, code: int = FAILED_CODE) -> int:
     """Tells the ranks of other hosts, and the user, why this rank fails; returns its exit code."""
     witness.fail(code, sentence)
     tell_once(sentence, rank)
     return code
-
-
-def _end_with(failure: StartFailure, is_heard: Callable[[], bool], rank: Rank) -> NoReturn:
-    """Ends this process, from any thread, because another rank has failed."""
-    if rank.local_rank == 0 and not witness.has_told:
-        say(f"megalite: error: rank {failure.rank} on {failure.host}: {failure.text}", file=sys.stderr, flush=True)
-    if rank.rank == 0 and not is_heard():  # its witness serves those that come later
-        witness.fail(failure.code, failure.text, of=(failure.rank, failure.host))
-    witness.end()
-    os._exit(failure.code)
 
 
 def _keep_console(console: Console, config: Config, rank: Rank) -> None:
@@ -251,7 +226,7 @@ def run(
     torch.set_float32_matmul_precision(config.precision.float32_matmul_precision)
     if config.training.deterministic:
         be_deterministic()
-    device = _join(config, rank, progress)
+    device = join_ranks(config, rank, progress)
     devices = devices_of_ranks(device)
     if config.unresolved_options:
         config = with_layout_for_all(config, rank, devices)
@@ -301,40 +276,6 @@ def run(
             leave_together()
             hooks.close(is_done=True, at_most_s=ASKED_TO_END_S if is_asked_to_end else math.inf)
     del lock  # held until here
-
-
-def _join(config: Config, rank: Rank, progress: StartupProgress) -> Device:
-    """Waits for all ranks and joins the process group; returns the kind of this rank's device. Collective."""
-    from megalite.engine.distributed import check_members, start_distributed
-    from megalite.engine.rendezvous import JOINED, Rendezvous
-
-    timeout = timedelta(minutes=config.watchdog.timeout_minutes)
-    hint = waiting_hint(rank)
-
-    def announce(sentence: Callable[[], str]) -> None:
-        progress.begin_waiting(lambda: sentence() + hint, WAITING_AGAIN_S, on_each_host=True)
-
-    rendezvous, may_be_left_over = None, not rank.launcher and rank.world_size > 1 and ATTEMPT not in os.environ
-    if may_be_left_over:
-        log.info(f"rank {rank.rank} of {rank.world_size} meets the others at {os.environ.get('MASTER_ADDR')}{hint}")
-    if rank.world_size > 1:
-        is_here = may_be_left_over and is_loopback_address(os.environ["MASTER_ADDR"])
-        patience_s = min(LOCAL_PATIENCE_S, timeout.total_seconds()) if is_here else None
-        try:
-            rendezvous = Rendezvous(timeout, announce, end=partial(_end_with, rank=rank), patience_s=patience_s)
-        except RendezvousFailed as error:
-            if not is_here:
-                raise
-            witness.end()  # there is nobody to tell
-            raise LaunchError(f"{error}{hint}") from None
-        progress.at_first_step += [rendezvous.close, witness.end]
-    progress.begin("connecting all ranks" if rendezvous is not None else "preparing the device")
-    kind = start_distributed(rank.local_rank, timeout, rendezvous).type
-    if rendezvous is not None:
-        rendezvous.note(JOINED)
-        progress.begin_waiting(rendezvous.first_collective, WAITING_AGAIN_S)
-        check_members(rendezvous)
-    return "cuda" if kind == "cuda" else "cpu"
 
 
 def _train(
