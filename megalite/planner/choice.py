@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, TypeVar
 
+from megalite.planner.cost.memory import StageMemory
+from megalite.planner.cost.step_time import StepTime
 from megalite.planner.units import seconds
 from megalite.planner.workload import ParallelLayout, Recompute
-
-if TYPE_CHECKING:
-    from megalite.planner.search import LayoutCandidate
 
 ERROR = 0.037  # of a step: the mean error on published tables (docs/planner.md), within which no order is certain
 ROOMY = 0.94  # of an accelerator's memory: predictions of memory are good to some 6 %
@@ -17,12 +16,28 @@ NOTICEABLE = 0.02  # of a step, above which hidden exchanges are worth telling
 RECOMPUTE_MODES: tuple[Recompute, ...] = ("none", "selective", "full")  # the fastest first
 
 
-def hidden_by_zero_3_s(candidate: LayoutCandidate) -> float:
+class Predicted(Protocol):
+    """What the choice needs of a layout that fits."""
+
+    @property
+    def layout(self) -> ParallelLayout: ...
+
+    @property
+    def time(self) -> StepTime: ...
+
+    @property
+    def fullest(self) -> StageMemory: ...
+
+
+Fitting = TypeVar("Fitting", bound=Predicted)
+
+
+def hidden_by_zero_3_s(candidate: Predicted) -> float:
     """Returns the seconds of exchanges that ZeRO-3 is taken to hide, which DeepSpeed does not always manage."""
     return candidate.time.hidden_s if candidate.layout.zero_stage == 3 else 0.0
 
 
-def doubts(candidate: LayoutCandidate, memory_bytes: float) -> list[str]:
+def doubts(candidate: Predicted, memory_bytes: float) -> list[str]:
     """Returns in a few words what a prediction rests on that may not hold."""
     found, hidden_s = [], hidden_by_zero_3_s(candidate)
     if candidate.fullest.total > ROOMY * memory_bytes:
@@ -32,7 +47,7 @@ def doubts(candidate: LayoutCandidate, memory_bytes: float) -> list[str]:
     return found
 
 
-def first_choice(found: Sequence[LayoutCandidate], memory_bytes: float) -> LayoutCandidate:
+def first_choice(found: Sequence[Fitting], memory_bytes: float) -> Fitting:
     """Returns the layout to take: of those with memory to spare, if there are any, the one that is fastest even if
     ZeRO-3 hides nothing; and of those that are as fast within the error of predictions, the simplest."""
     roomy = [one for one in found if one.fullest.total <= ROOMY * memory_bytes] or found
