@@ -6,18 +6,20 @@ from collections.abc import Sequence
 from xml.etree.ElementTree import Element
 
 from launch.planning.report.svg import bar, element, line
+from megalite.planner.choice import doubts
 from megalite.planner.search import LayoutCandidate, SearchResult
 from megalite.planner.units import GIB, digits, gib, of_stages, percent, plural, seconds
 
 MOST_ROWS = 15
-TIME_WIDTH, MEMORY_WIDTH, BAR_HEIGHT = 84.0, 48.0, 14.0
+TIME_WIDTH, MEMORY_WIDTH, BAR_HEIGHT = 64.0, 48.0, 14.0
+WORDS = {"doubts": "words"}  # classes of columns
 NOISE = 1.03  # published measurements of one setting differ by this factor
 
 
 def ranking_table(candidates: Sequence[LayoutCandidate], limit_bytes: float) -> Element:
     """Builds one row per layout, with bars of its step time and of its fullest stage's memory."""
     shown = candidates[:MOST_ROWS]
-    fastest, slowest = shown[0].time.seconds, max(candidate.time.seconds for candidate in shown)
+    taken_s, slowest = shown[0].time.seconds, max(candidate.time.seconds for candidate in shown)
     rows = []
     for number, candidate in enumerate(shown, 1):
         layout, time, fullest = candidate.job.layout, candidate.time, candidate.fullest.total
@@ -35,14 +37,16 @@ def ranking_table(candidates: Sequence[LayoutCandidate], limit_bytes: float) -> 
             "recompute": of_stages(layout.recompute_by_stage),
             "sequence parallel": "yes" if layout.sequence_parallel else "no",
             " ": _inline_bar(f"{row_id}-time", TIME_WIDTH, time.seconds / slowest, "useful", f"{layout}: {step}"),
-            "slower by": percent(time.seconds / fastest - 1) if number > 1 else "",
+            "time over the first": f"{100 * (time.seconds / taken_s - 1):+.1f} %" if number > 1 else "",
             "tokens/s per accelerator": f"{candidate.tokens_per_s / layout.world_size:,.0f}",
             "fullest stage, GiB": digits(fullest / GIB),
+            "doubts": "; ".join(doubts(candidate, limit_bytes)),
             "  ": _inline_bar(f"{row_id}-memory", MEMORY_WIDTH, fullest / limit_bytes, "total", used),
         }
         class_ = "winner" if number == 1 else None
-        rows.append(element("tr", [element("td", cell) for cell in cells.values()], id=row_id, class_=class_))
-    head = element("tr", [element("th", name.strip()) for name in cells])
+        columns = [element("td", cell, class_=WORDS.get(name)) for name, cell in cells.items()]
+        rows.append(element("tr", columns, id=row_id, class_=class_))
+    head = element("tr", [element("th", name.strip(), class_=WORDS.get(name)) for name in cells])
     return element("div", element("table", element("thead", head), element("tbody", rows), id="ranking"), class_="wide")
 
 
@@ -61,7 +65,11 @@ def ranking_caption(result: SearchResult) -> str:
     """Summarises the table, and names differences too small to decide."""
     candidates = result.candidates
     text = f"{plural(len(candidates), 'layout')} fit{'s' * (len(candidates) == 1)}"
-    text += f"; the {MOST_ROWS} fastest are listed" if len(candidates) > MOST_ROWS else ""
+    text += (
+        f"; the one to take and the {MOST_ROWS - 1} fastest of the others are listed"
+        if len(candidates) > MOST_ROWS
+        else ""
+    )
     if too_large := len(result.too_large):
         text += f". {too_large:,} more need too much memory"
     best = candidates[0].time.seconds
