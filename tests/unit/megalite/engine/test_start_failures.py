@@ -31,7 +31,7 @@ def environment(rank: int, port: int, secret: str) -> dict[str, str]:
     return own | ({SECRET: secret} if secret else {})
 
 
-@pytest.mark.parametrize("secret", ["", new_secret()])
+@pytest.mark.parametrize("secret", ["", new_secret()], ids=["open", "with a secret"])  # each worker draws its own
 @pytest.mark.parametrize("failed", [0, 1, 2])
 def test_all_other_ranks_hear_of_a_failure(failed: int, secret: str) -> None:
     """Rank 0 has failed before it served the store, or another rank while rank 0 waits for it."""
