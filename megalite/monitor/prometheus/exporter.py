@@ -101,7 +101,7 @@ class PrometheusExporter(Observer):
 
     def on_end(self, ending: str, *, save_blocked_s: float = 0.0) -> None:
         self._has_ended = True
-        self._totals.add_blocked(save_blocked_s)
+        self._totals.add_end(save_blocked_s)
         self._snapshot = Snapshot(self._totals.values(), self._snapshot.breakdowns)
 
     def sync(self) -> None:

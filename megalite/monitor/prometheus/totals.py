@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -40,7 +41,7 @@ from megalite.monitor.sinks.steps import STEPS
 
 SHOWN = "prometheus_counters.json"
 LONGEST_BYTES = 1 << 24  # of that file
-COUNTED_UP_TO = "counted_up_to"  # in that file: step and time of the last record that is in the counts
+COUNTED_UP_TO = "counted_up_to"  # in that file: the last step that is in the counts, and when it was counted
 OF_EVENTS = {"megalite_checkpoint_saves_total", "megalite_interventions_total"}  # counted from all events each time
 REMEMBERED_SAVES = 20
 LARGEST = 1e18  # of a number that is believed
@@ -87,19 +88,19 @@ class RunTotals:
         events, shown, totals = read_events(run_dir / EVENTS), _shown_before(run_dir / SHOWN), cls()
         counted = shown.pop(COUNTED_UP_TO, {})
         last, when = (_number(counted.get((key,))) for key in ("step", "time"))
-        for event in events:
-            totals._count_event(event, is_new=_number(event.get("time")) > when)
         for name in set(shown) - OF_EVENTS if counted else ():
             totals._values[name] = {**totals._values.get(name, {}), **shown[name]}
+        for event in events:
+            totals._count_event(event, is_new=_number(event.get("time")) > when)
         later = [event for event in events if counted and _number(event.get("time")) > when]
         back = [_number(event.get("to_step", event.get("step"))) for event in later if _goes_back(event)]
         on_record, beyond = 0, 0
         for record in stream_records(run_dir / METRICS, after_step=min([last, *back])):
             step = _number(record.get("step"))
-            beyond += step > resumed_step
             if step > last or _number(record.get("time")) > when or not counted:
                 totals._count_step(record)
                 on_record += 1
+                beyond += step > resumed_step
         lost = sum(_number(event.get("lost_steps")) for event in events)
         totals.raise_to("megalite_steps_total", {("lost",): lost})
         if counted:
@@ -128,7 +129,7 @@ class RunTotals:
             self._add("megalite_steps_total", {("lost",): self._last_step - step + 1})
         self._last_step = step
         self._count_step(record)
-        self._values[COUNTED_UP_TO] = {("step",): float(step), ("time",): _number(record.get("time"))}
+        self._have_counted()
         for key, name in GAUGES.items():
             if key in record:
                 value = record[key]
@@ -178,6 +179,15 @@ class RunTotals:
         """Adds time in which training waited for a save."""
         self._add("megalite_checkpoint_blocked_seconds_total", {(): seconds})
 
+    def add_end(self, blocked_s: float) -> None:
+        """Counts what training waited for saves at the end of a session."""
+        self.add_blocked(blocked_s)
+        self._have_counted()
+
+    def _have_counted(self) -> None:
+        """Notes what is in the counts: also the events of the last step or of the end, which are written before."""
+        self._values[COUNTED_UP_TO] = {("step",): float(self._last_step), ("time",): time.time()}
+
     def raise_to(self, name: str, series: Series) -> None:
         """Raises counts to these where they are lower."""
         old = self._values.get(name, {})
@@ -220,7 +230,7 @@ def _goes_back(event: Mapping[str, Any]) -> bool:
 def _dropped_since(later: Sequence[Mapping[str, Any]], last: float, beyond: int) -> float:
     """Returns the number of steps that were done after step `last` was counted, and that no file holds any more.
 
-    `later` are the events since, the `started` of this session last, which finds `beyond` steps still on record.
+    `later` are the events since, the `started` of this session last, which finds `beyond` of them still on record.
     """
     dropped, waiting = 0.0, float(beyond)
     for event in later:

@@ -98,6 +98,32 @@ def test_no_count_falls_over_kills_and_rollbacks(tmp_path: Path, is_scraped_ofte
     assert shown[-1]["megalite_samples_total",] == made * SAMPLES
 
 
+def test_steps_behind_what_was_shown_last_are_counted_once(tmp_path: Path) -> None:
+    """A step that no file holds any more, when one before it is lost but still on record; and a rollback just shown."""
+    sessions = Sessions(tmp_path)
+    sessions.start(0)
+    sessions.train(1, 3)
+    sessions.show()
+    sessions.train(4, 4)  # which the next start drops, unseen
+    sessions.start(3)
+    values = flat(sessions.start(2).values())
+    assert values["megalite_steps_total", "taken"] == 4 and values["megalite_steps_total", "lost"] == 2
+    sessions.train(1, 1)  # a rollback; its event is later than the record
+    sessions.show()
+    values = flat(sessions.start(1).values())
+    assert values["megalite_steps_total", "taken"] == 5 and values["megalite_tokens_total",] == 5 * TOKENS
+    for step, is_shown in ((2, True), (3, False)):  # the end of a session, which its event tells of
+        blocked_s = values["megalite_checkpoint_blocked_seconds_total",]
+        sessions.train(step, step, save_blocked_s=0.25)
+        sessions.show()
+        sessions.goodput.on_end("ended", save_blocked_s=2.0)
+        sessions.totals.add_end(2.0)
+        if is_shown:
+            sessions.show()
+        values = flat(sessions.start(step).values())
+        assert values["megalite_checkpoint_blocked_seconds_total",] == blocked_s + 2.25
+
+
 def test_a_run_that_was_not_watched_before_is_counted_from_its_files(tmp_path: Path) -> None:
     """The exporter is switched on in the second session: what the first one lost is in no record."""
     sessions = Sessions(tmp_path)
