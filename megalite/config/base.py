@@ -54,6 +54,7 @@ NotBool = BeforeValidator(_not_a_bool)
 """Stands behind a number's bounds: in front of them, they would not reach the JSON schema."""
 
 PositiveInt = Annotated[int, Field(gt=0), NotBool]
+BatchCount = Annotated[int, Field(gt=0, le=1_000_000), NotBool]  # a step lists its micro-batches before the first one
 RankCount = Annotated[int, Field(gt=0, le=100_000), NotBool]  # checks make lists as long before they refuse more
 NonNegativeInt = Annotated[int, Field(ge=0), NotBool]
 Number = Annotated[float, NotBool]

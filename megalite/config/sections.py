@@ -14,6 +14,7 @@ from typing import Annotated, Literal, get_args
 from pydantic import BeforeValidator, Field
 
 from megalite.config.base import (
+    BatchCount,
     Fraction,
     NonNegativeFloat,
     NonNegativeInt,
@@ -161,7 +162,7 @@ class RouterConfig(Section):
 class TrainingConfig(Section):
     """Batch, length, seed and stopping of the run."""
 
-    global_batch_size: PositiveInt = Field(examples=[16])
+    global_batch_size: BatchCount = Field(examples=[16])
     """Sequences per optimizer step, over all replicas and micro-batches."""
 
     micro_batch_size: PositiveInt = Field(examples=[2])

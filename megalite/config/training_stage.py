@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from megalite.config.base import NonNegativeInt, PositiveInt, Section
+from megalite.config.base import BatchCount, NonNegativeInt, PositiveInt, Section
 
 
 class TrainingStage(Section):
@@ -16,7 +16,7 @@ class TrainingStage(Section):
     from_steps: NonNegativeInt | None = Field(default=None, examples=[200_000])
     """Place at which the stage begins, in optimizer steps; give this or `from_tokens`."""
 
-    global_batch_size: PositiveInt | None = Field(default=None, examples=[512])
+    global_batch_size: BatchCount | None = Field(default=None, examples=[512])
     """Sequences per optimizer step. Left out: as before the stage."""
 
     sequence_length: PositiveInt | None = Field(default=None, examples=[8192])

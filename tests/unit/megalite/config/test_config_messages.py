@@ -73,6 +73,8 @@ BAD_OVERRIDES = [
         ['"model.rope_scaling.rope_typ": did you mean "model.rope_scaling.rope_type"?'],
     ),
     ("model.num_hidden_layers=1e12", ["model.num_hidden_layers must be at most 100000"]),
+    # whose micro-batches had filled 20 GB before the first step
+    ("training.global_batch_size=1e12", ["training.global_batch_size must be at most 1000000"]),
     ("launch.spin_threads=3", ["launch.spin_threads must be auto or true or false, got 3"]),
     ("training=3", ["training must be a section with options of its own, got 3"]),
     ("model=null", ["model.vocab_size is required (number of token ids) (and 4 more)"]),
