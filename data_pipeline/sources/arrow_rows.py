@@ -20,10 +20,11 @@ def documents_of(
     on_bad_row: OnBadRow,
 ) -> Iterator[Document]:
     """Yields the documents of rows, which are numbered from `first` on; messages say `before`, the number, `after`."""
+    may_be_long = table.nbytes > longest
     for number, values in enumerate(zip(*table.columns, strict=True), start=first):
         where = f"{before}{number}{after}"
         try:
-            if sum(map(_size, values)) > longest:
+            if may_be_long and sum(map(_size, values)) > longest:
                 raise too_long(where, longest)
             row = {name: value.as_py() for name, value in zip(table.column_names, values, strict=True)}
             yield document_of(row, where)

@@ -1,7 +1,7 @@
 """Parquet files, here or at a URL: a document is the text in one column of a row.
 
-Only that column is read, a few rows at a time, and a text that a file holds once for thousands of rows stays one text:
-a file of a kilobyte may otherwise become gigabytes.
+Only that column is read, a few rows at a time: fewer where a text that a file holds once for thousands of rows is long,
+as a file of a kilobyte may otherwise become gigabytes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import pyarrow.parquet
 
 _MOST_ROWS, _MOST_NESTED = 256, 16  # rows that are read at once; of lists, whose repeated texts are multiplied
-_READ_BYTES = 1 << 25  # of a column, that so many rows take at most, if the file does not repeat them
+_READ_BYTES = 1 << 24  # of a column, that so many rows take at most
 _BUFFER_BYTES = 1 << 20  # of a column, in place of a whole group of rows
 
 
@@ -40,12 +40,12 @@ class ParquetRows:
     def stretches(self, size_bytes: int) -> list[Stretch]:
         if isinstance(self.path, RemoteFile):  # to know its row groups would take a request for each file
             return whole_file(self.path)
-        with _Opened(self.path, 0) as table:
+        with _Opened(self.path, 0) as (table, _):
             groups = [table.metadata.row_group(number) for number in range(table.num_row_groups)]
         return [Stretch(number, number + 1, group.total_byte_size) for number, group in enumerate(groups)] or [WHOLE]
 
     def documents(self, on_bad_row: OnBadRow, stretch: Stretch = WHOLE) -> Iterator[Document]:
-        with _Opened(self.path, stretch.size_bytes) as table:
+        with _Opened(self.path, stretch.size_bytes) as (table, by_dictionary):
             columns = self.columns(table.schema_arrow.names)
             self.check_columns(table.schema_arrow)
             metadata = table.metadata
@@ -53,6 +53,7 @@ class ParquetRows:
             number = sum(metadata.row_group(group).num_rows for group in range(stretch.begin))
             for group in groups:
                 rows = _rows_at_once(metadata.row_group(group), columns)
+                rows = max(1, min(rows, _READ_BYTES // (1 + _longest_repeated(by_dictionary, group, columns))))
                 for batch in table.iter_batches(rows, row_groups=[group], columns=columns):
                     place = f"{self.path}, row "
                     yield from documents_of(batch, number, place, "", self.longest, self.document_of, on_bad_row)
@@ -79,27 +80,29 @@ class _Opened:
     def __init__(self, path: Place, about_bytes: int) -> None:
         self._path, self._about_bytes = path, about_bytes
 
-    def __enter__(self) -> "pyarrow.parquet.ParquetFile":
+    def __enter__(self) -> "tuple[pyarrow.parquet.ParquetFile, pyarrow.parquet.ParquetFile]":
         self._stream = open_file(self._path, self._about_bytes)
         try:
-            self._table = self._open()
+            self._table, by_dictionary = self._open()
         except BaseException as error:
             self._stream.close()
             self._explain(error)
             raise
-        return self._table
+        return self._table, by_dictionary
 
-    def _open(self) -> "pyarrow.parquet.ParquetFile":
+    def _open(self) -> "tuple[pyarrow.parquet.ParquetFile, pyarrow.parquet.ParquetFile]":
+        """Returns the file, and the same with each text that it repeats once."""
         import pyarrow as pa
         from pyarrow.parquet import ParquetFile
 
         options = {"buffer_size": _BUFFER_BYTES, "pre_buffer": False}
-        schema = ParquetFile(self._stream, **options).schema_arrow
+        table = ParquetFile(self._stream, **options)
         texts = [
-            field.name for field in schema if pa.types.is_string(field.type) or pa.types.is_large_string(field.type)
+            field.name
+            for field in table.schema_arrow
+            if pa.types.is_string(field.type) or pa.types.is_large_string(field.type)
         ]
-        self._stream.seek(0)
-        return ParquetFile(self._stream, read_dictionary=texts, **options)
+        return table, ParquetFile(self._stream, read_dictionary=texts, metadata=table.metadata, **options)
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         self._table.close()
@@ -123,3 +126,16 @@ def _rows_at_once(group: Any, columns: Sequence[str]) -> int:
     size = sum(chunk.total_uncompressed_size for chunk in chunks)
     most = _MOST_ROWS if not any("." in chunk.path_in_schema for chunk in chunks) else _MOST_NESTED
     return max(1, min(most, _READ_BYTES * group.num_rows // max(1, size)))
+
+
+def _longest_repeated(table: "pyarrow.parquet.ParquetFile", group: int, columns: Sequence[str]) -> int:
+    """Returns the bytes of the longest text in the dictionaries of a group of rows, which its first row brings whole.
+
+    Not all rows are read so: texts that are not repeated are added to the dictionary, which each batch has whole.
+    """
+    import pyarrow as pa
+    from pyarrow import compute
+
+    first = next(table.iter_batches(1, row_groups=[group], columns=columns), None)
+    coded = [] if first is None else [one for one in first.columns if pa.types.is_dictionary(one.type)]
+    return max((compute.max(compute.binary_length(one.dictionary)).as_py() or 0 for one in coded), default=0)

@@ -3,13 +3,14 @@
 import gzip
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from data_pipeline.errors import DataError
-from data_pipeline.sources import open_sources
+from data_pipeline.sources import arrow_rows, open_sources, parquet
 from data_pipeline.sources.document import LONGEST_ROW, refuse_bad_row
 
 ROWS = [{"text": "first"}, {"text": ""}, {"text": "thïrd\nline"}]
@@ -168,6 +169,24 @@ def test_a_line_of_gigabytes_in_a_small_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "bomb.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' + b" " * (8 << 20)))
     with pytest.raises(DataError, match="line 2 has more than 1,048,576 bytes: cut the document"):
         documents([str(tmp_path / "bomb.jsonl.gz")], longest=1 << 20)
+
+
+def test_texts_of_parquet_that_are_not_repeated_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read by a dictionary, each batch had all texts before it: a million took minutes, and the memory of them all."""
+    import pyarrow as pa
+    from pyarrow.parquet import write_table
+
+    texts = [f"{number} {'x' * 200}" for number in range(4000)]
+    write_table(pa.table({"text": texts}), tmp_path / "rows.parquet")
+    sizes = []
+
+    def documents_of(batch: Any, *arguments: Any) -> Any:
+        sizes.append(batch.nbytes)
+        return arrow_rows.documents_of(batch, *arguments)
+
+    monkeypatch.setattr(parquet, "documents_of", documents_of)
+    assert documents([str(tmp_path / "rows.parquet")]) == texts
+    assert max(sizes) < sum(map(len, texts)) / 8
 
 
 @pytest.mark.parametrize("is_chat", [False, True])
