@@ -11,14 +11,15 @@ import json
 import operator
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from launch.errors import LaunchError
 from megalite.config import ConfigError
 from megalite.config.yaml_text import parse_yaml
 
 LISTED = re.compile(r"^[^\n.]*?\b(\w+) \.{3,} ?(.*)$", re.MULTILINE)
-HEREDOC = re.compile(r"<<-?\s*['\"]?(\w+)['\"]?[^\n]*\n(.*?)\n\s*\1\b", re.DOTALL)
+HEREDOC = re.compile(r"<<-?\s*['\"]?(\w+)")
 COMMENT = re.compile(r"(?m)(?:^|(?<=\s))#[^\n]*$")
 ASSIGNMENT = re.compile(
     r"(?:^|(?<=[\s;]))([A-Za-z_]\w*)(\+?)=(\((?:[^()]|\([^()]*\))*\)|\"(?:[^\"\\]|\\.)*\"|'[^']*'|"
@@ -32,6 +33,7 @@ POSITIONAL = re.compile(r"\$\d|\$\{\d\}")
 UNKNOWN_IN_JSON = re.compile(r"(:\s*)(\$[\w{}:-]+)")
 END = re.compile(r"-[A-Za-z].*|\||\|\||&|&&|;|>|>>|2>&1|\|&|.*\.(?:py|sh)")
 MOST_ROUNDS = 20  # of variables in variables
+MOST_FOLLOWED = 2_000_000  # characters of values that stand for variables: ten lines could otherwise become terabytes
 
 OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
@@ -43,6 +45,12 @@ OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
 }
 
 
+class _Variables(dict[str, str]):
+    """The values of a script's variables, and how many characters of them may still be put in."""
+
+    room = MOST_FOLLOWED
+
+
 def listed_arguments(text: str) -> list[tuple[str, Any]]:
     """Returns the arguments that Megatron-LM writes to its log, as `  num_layers ..... 24`; empty if there are none."""
     found = [(name, _value(value.strip())) for name, value in LISTED.findall(text)]
@@ -51,11 +59,9 @@ def listed_arguments(text: str) -> list[tuple[str, Any]]:
 
 def flags_of(text: str, notes: list[str]) -> tuple[list[tuple[str, Any]], list[dict[str, Any]]]:
     """Returns the flags of the command that a script runs, and the JSON that it writes on the way."""
-    bodies: list[str] = []
-    text = re.sub(r"\\\r?\n", " ", text)
-    text = HEREDOC.sub(lambda found: bodies.append(found[2]) or "\n", text)  # type: ignore[func-returns-value]
+    text, bodies = _without_heredocs(re.sub(r"\\\r?\n", " ", text))
     text = COMMENT.sub("", text)
-    known: dict[str, str] = {}
+    known = _Variables()
     assigned: dict[str, set[str]] = {}
     rest, at = [], 0
     for found in ASSIGNMENT.finditer(text):
@@ -83,6 +89,22 @@ def flags_of(text: str, notes: list[str]) -> tuple[list[tuple[str, Any]], list[d
     ]
 
 
+def _without_heredocs(text: str) -> tuple[str, list[str]]:
+    """Returns a script without the files that it writes from `<<NAME` on, and those files."""
+    lines, kept, bodies, at = text.split("\n"), list[str](), list[str](), 0
+    last = {line.strip(): place for place, line in enumerate(lines)}
+    while at < len(lines):
+        found, line = HEREDOC.search(lines[at]), lines[at]
+        if found and last.get(found[1], 0) > at:
+            begin = at + 1
+            at = next(place for place in range(begin, len(lines)) if lines[place].strip() == found[1])
+            bodies.append("\n".join(lines[begin:at]))
+            line = line[: found.start()]
+        kept.append(line)
+        at += 1
+    return "\n".join(kept), bodies
+
+
 def _frozen(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
@@ -93,12 +115,22 @@ def _unquoted(raw: str) -> str:
     return raw[1:-1] if raw[:1] in ("'", '"') and raw[-1:] == raw[:1] else raw
 
 
-def _expanded(text: str, known: dict[str, str]) -> str:
-    """Returns the text with the variables that are known, the defaults of those that are not, and sums worked out."""
+def _expanded(text: str, known: _Variables) -> str:
+    """Returns the text with the variables that are known, the defaults of those that are not, and sums worked out.
+
+    Raises LaunchError for variables that grow out of all proportion.
+    """
 
     def variable(found: re.Match[str]) -> str:
         name = found[1] or found[3]
-        return known.get(name, found[0] if found[2] is None else found[2])
+        value = known.get(name, found[0] if found[2] is None else found[2])
+        known.room -= len(value)
+        if known.room < 0:
+            raise LaunchError(
+                f"the variables of the script become more than {MOST_FOLLOWED:,} characters: give the part with the "
+                "arguments"
+            )
+        return value
 
     for _ in range(MOST_ROUNDS):
         before, text = text, VARIABLE.sub(variable, text)
@@ -108,7 +140,7 @@ def _expanded(text: str, known: dict[str, str]) -> str:
     return text
 
 
-def _sum(expression: str, known: dict[str, str]) -> str | None:
+def _sum(expression: str, known: Mapping[str, str]) -> str | None:
     """Returns the value of an expression with integers; None if it has anything else in it."""
 
     def of(node: ast.expr) -> int:

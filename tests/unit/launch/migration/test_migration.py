@@ -6,12 +6,14 @@ The files are written as those stacks' own examples are: variables, arrays, here
 from __future__ import annotations
 
 import json
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from launch.errors import LaunchError
 from launch.migration.conversion import MigratedConfig, _apply, migrate
 from launch.migration.derivation import Quantities
 from launch.migration.reading import TABLES, ForeignSetting, read_files
@@ -410,6 +412,16 @@ def test_what_real_scripts_have_is_read(tmp_path: Path) -> None:
     tokens = MEGATRON_DEEPSPEED.replace("--train-iters 1000", "--train-iters 1000 --train-tokens 5000000")
     training = loaded(migrated(tmp_path, run_sh=tokens)).training
     assert training.tokens == 5_000_000 and training.steps is None
+
+
+def test_a_script_is_read_in_bounded_time_and_memory(tmp_path: Path) -> None:
+    """Variables in variables became terabytes, and each `<<A` without its end was looked for through all the rest."""
+    grows = "A=xxxxxxxxxx\n" + "A=$A$A$A$A$A$A$A$A$A$A\n" * 20
+    with pytest.raises(LaunchError, match="variables of the script become more than 2,000,000 characters"):
+        migrated(tmp_path, grows_sh=grows + MEGATRON)
+    began = time.process_time()
+    result = migrated(tmp_path, open_sh="cat <<A\n" * 10_000 + MEGATRON)
+    assert time.process_time() - began < 2 and result.options["model.num_hidden_layers"] == 24
 
 
 def test_a_secret_is_neither_shown_nor_written(tmp_path: Path) -> None:
