@@ -161,7 +161,7 @@ def generations(request: GenerateRequest, loaded: Loaded, write: Write) -> Itera
     In chat the prompts are the messages of one conversation, or what is typed where there is none. All ranks run this
     together. Raises LaunchError if there is no tokenizer, or it does not match the model.
     """
-    stored, tokenizer = loaded.stored, loaded.stored.load_tokenizer()
+    stored, tokenizer = loaded.stored, loaded.stored.loaded_tokenizer
     sampling = Sampling(request.temperature, request.top_k, request.top_p)
     with _dialogue(request, stored, tokenizer) as dialogue:
         ends = stored.end_tokens(tokenizer) | (dialogue.end_of_turn if dialogue else frozenset())
@@ -263,7 +263,7 @@ def run(request: GenerateRequest) -> int:
     """Runs `megalite generate`. Returns the exit code."""
 
     def check(request: GenerateRequest, stored: StoredModel) -> None:
-        tokenizer = stored.load_tokenizer()
+        tokenizer = stored.loaded_tokenizer
         with _dialogue(request, stored, tokenizer) as dialogue:  # each message of a conversation alone
             lengths = [
                 len(_prompt_tokens(request, stored, tokenizer, dialogue, number, prompt))

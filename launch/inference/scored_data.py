@@ -106,7 +106,7 @@ class Texts:
             yield batch.tokens, batch.targets, None
 
     def _windows(self, stored: StoredModel, score: Score) -> Iterator[Window]:
-        tokenizer = stored.load_tokenizer()
+        tokenizer = stored.loaded_tokenizer
         for text in documents(self.sources):
             ids = tokenizer.ids(text)
             stored.check_ids(ids, "the text")

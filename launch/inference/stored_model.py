@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +46,9 @@ class StoredModel:
         """The dtype of a folder's weights or of a run's computation: fp32, bf16 or fp16."""
         return str(self.carried.get("dtype") or self.run.get("precision", {}).get("dtype", "fp32"))
 
-    def load_tokenizer(self) -> HubTokenizer:
-        """Returns the tokenizer. Raises LaunchError if there is none, or DataError."""
+    @cached_property
+    def loaded_tokenizer(self) -> HubTokenizer:
+        """The tokenizer, loaded once: its process takes seconds. Raises LaunchError if there is none, or DataError."""
         if self.tokenizer is None:
             raise LaunchError(f"{self.folder}: text needs a tokenizer, but {self.tokenizer_problem}: {REMEDY}")
         return HubTokenizer(self.tokenizer)

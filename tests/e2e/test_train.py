@@ -72,7 +72,7 @@ def test_a_run_leaves_what_it_promises(two_stages: dict[str, Any], tmp_path: Pat
     moved = folder.rename(tmp_path / "moved")
     stored = open_stored(moved)
     assert stored.manifest is not None and stored.manifest.tokenizer == "../../model_tokenizer"
-    assert stored.tokenizer == moved / "model_tokenizer" and stored.load_tokenizer().ids("def")
+    assert stored.tokenizer == moved / "model_tokenizer" and stored.loaded_tokenizer.ids("def")
     on = run(BIN / "megalite", "train", moved / "config.yaml", f"run_dir={moved}", "training.steps=5")
     assert on.returncode == 0 and "resumes from step 4 of 5 (" in on.stdout, on.stdout + on.stderr
     started = [event for event in read_events(moved / EVENTS) if event["event"] == "started"]

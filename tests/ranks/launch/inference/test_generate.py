@@ -364,7 +364,7 @@ def test_a_text_too_long_for_the_model_is_said_before_it_is_made(
 ) -> None:
     """Such a text may take minutes, and is rubbish from that length on."""
     stored = open_stored(spoken)
-    room = stored.model.max_position_embeddings + 1 - len(stored.load_tokenizer().ids("def f"))
+    room = stored.model.max_position_embeddings + 1 - len(stored.loaded_tokenizer.ids("def f"))
 
     def read_weights(*_: object) -> None:
         raise InterruptedError
