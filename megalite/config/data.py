@@ -17,7 +17,8 @@ BLEND = re.compile(r"\d*\.?\d+(?:[eE]-?\d+)?")  # of Megatron: a weight before e
 def _one_path_is_a_list(value: Any) -> Any:
     parts = value.split() if isinstance(value, str) else value if isinstance(value, list) else []
     are_weights = [BLEND.fullmatch(str(part)) is not None for part in parts]
-    if len(parts) > 1 and all(are_weights[::2]) and not any(are_weights[1::2]):
+    # a text of two words may be one path with a space, such as "2024 texts"
+    if len(parts) > 2 - isinstance(value, list) and all(are_weights[::2]) and not any(are_weights[1::2]):
         source = f"{{path: {parts[1]}, weight: {parts[0]}}}"
         raise ValueError(
             "paths with weights before them are a blend of Megatron-LM: name each text in data.sources, as in "

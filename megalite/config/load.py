@@ -236,7 +236,7 @@ def _unreadable(path: Path, error: OSError) -> str:
         name = without_secrets(override[1])
         return f'"{name}=..." stands where a config is needed: the config comes first, then overrides'
     if isinstance(error, FileNotFoundError):
-        near = names_near(path.name) if str(path) == path.name and not path.suffix else []
+        near = names_near(path.name) if str(path) == path.name and path.suffix not in (".yaml", ".yml", *OTHERS) else []
         meant = f"; of the models known by name, did you mean {' or '.join(near)}?" if near else ""
         return f"{path.absolute()} does not exist{nearest_path(path) or meant}"
     if isinstance(error, IsADirectoryError):

@@ -106,6 +106,7 @@ def test_words_of_other_stacks_are_answered(minimal: Path, overrides: str, answe
 
 def test_a_path_with_digits_is_no_blend(minimal: Path) -> None:
     assert load_config(minimal, ["data.path=['2023', '2024']"]).data.path == ["2023", "2024"]
+    assert load_config(minimal, ["data.path=2024 texts"]).data.path == ["2024 texts"]
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,8 @@ def test_a_file_of_that_name_counts_more_and_near_names_are_told(
     assert run_of("llama3") is None and "llama3-8b" in names_near("llama-3-8b")
     with pytest.raises(ConfigError, match=r"lama3-70b does not exist; .* did you mean llama3-70b or"):
         load_run_config(Path("lama3-70b"))
+    with pytest.raises(ConfigError, match=r"did you mean llama3\.1-8b or"):
+        load_run_config(Path("llama-3.1-8b"))
     with pytest.raises(ConfigError, match=r"gpt2\.yaml does not exist$"):
         load_run_config(Path("gpt2.yaml"))
     Path("gpt2").write_text("model: {}")
