@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from megalite.config import Config, ConfigError
 from megalite.config.suggestions import OptionPath
 from megalite.planner.hardware import Cluster
-from megalite.planner.search import LayoutCandidate, search
+from megalite.planner.search import PIPELINE, TENSOR, LayoutCandidate, search
 
 LENGTH, BATCH = ("training", "sequence_length"), ("training", "global_batch_size")
 POSITIONS = ("model", "max_position_embeddings")
@@ -30,15 +30,21 @@ def contexts(
 ) -> list[ContextLength]:
     """Returns the config's own length, its doubles as far as they fit, and the longest between the last two.
 
-    A step keeps its tokens, so that longer sequences are fewer, and one at last. Raises ConfigError for batches that
-    come in stages.
+    A step has no more tokens than the config's, so that longer sequences are fewer: a half, a quarter and so on, which
+    as many replicas can share, and at last one, or one for each replica of a layout that is stated. Raises ConfigError
+    for batches that come in stages.
     """
     if config.training.stages:
         raise ConfigError("--longest-context: training.stages states lengths of its own: leave it out")
 
+    own, parallel = config.training.sequence_length, config.parallel
+    parts = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    replicas = 1 if free & {TENSOR, PIPELINE} else max(1, cluster.accelerators // parts)
+
     def judged(length: int) -> ContextLength:
         report(f"judging sequences of {length:,} tokens")
-        batch = max(1, config.training.global_batch_size * config.training.sequence_length // length)
+        halvings = ((length - 1) // own).bit_length()
+        batch = max(1, (config.training.global_batch_size >> halvings) // replicas) * replicas
         longer: dict[OptionPath, int] = {
             LENGTH: length,
             BATCH: batch,
@@ -48,7 +54,7 @@ def contexts(
             return ContextLength(length, search(config.with_resolved(longer), cluster, free=free).best)
         return ContextLength(length, None)
 
-    found = [judged(config.training.sequence_length)]
+    found = [judged(own)]
     while found[-1].best is not None and 2 * found[-1].length <= LONGEST:
         found.append(judged(2 * found[-1].length))
     if found[-1].best is None and len(found) > 1:

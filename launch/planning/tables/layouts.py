@@ -108,7 +108,7 @@ def contexts_table(lengths: Sequence[ContextLength], cluster: Cluster) -> Table:
     }
     if cluster.accelerator.device == "cpu":
         del columns["MFU"]
-    title = "longest sequences that fit, in steps of as many tokens"
+    title = "longest sequences that fit; a step has no more tokens, or one sequence for each replica"
     return Table.of(context_rows(lengths, cluster), columns, title=title, text_columns=(2,))
 
 

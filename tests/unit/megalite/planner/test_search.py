@@ -407,6 +407,21 @@ def test_the_longest_context_fits_and_a_longer_one_does_not() -> None:
     assert not search(too_long, cluster).candidates
 
 
+def test_the_longest_context_is_not_that_of_a_batch_that_replicas_cannot_share() -> None:
+    """Lengths between two doubles had batches of 113 sequences for 64 replicas, and a double one of 32 for them."""
+    model = LLAMA_70B | {"num_hidden_layers": 4, "hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 1000}
+    config = config_of(model | {"num_attention_heads": 8}, 48, 8192, precision={"dtype": "bf16"})
+    cluster, free = nodes_of(8, "A100-40GB"), CHOOSABLE - {TENSOR, module.PIPELINE}
+    found = contexts(config, cluster, free)
+    for one in found:
+        assert one.best is not None and one.best.job.global_batch_size % cluster.accelerators == 0
+    doubled = max(one.length for one in found if one.length & (one.length - 1) == 0)
+    longer = {("training", "sequence_length"): found[-1].length + doubled // 8}
+    longer |= {("training", "global_batch_size"): found[-1].best.job.global_batch_size}
+    too_long = config.with_resolved(longer | {("model", "max_position_embeddings"): 2 * doubled})
+    assert len(found) > 3 and not search(too_long, cluster, free=free).candidates
+
+
 def test_larger_micro_batches_are_tried_where_a_smaller_one_does_not_fit() -> None:
     """With one micro-batch a step there is nothing to add gradients to."""
     values = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 16}
