@@ -12,11 +12,12 @@ from functools import partial
 from types import FrameType
 
 from launch.runtime.import_path import exclude_current_folder
-from launch.runtime.printing import say
+from launch.runtime.printing import escape_what_cannot_be_written, say
 
 
 def main() -> None:
     """Runs the command line. `train` keeps its answer to signals until what runs next has one."""
+    escape_what_cannot_be_written()
     is_run = next((word for word in sys.argv[1:] if not word.startswith("-")), "") == "train"
     if (notice := exclude_current_folder()) is not None:
         say(f"megalite: warning: {notice}", file=sys.stderr, flush=True)

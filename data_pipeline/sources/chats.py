@@ -7,7 +7,7 @@ from typing import Any
 
 from data_pipeline.chat.conversation import CHAT_FIELDS, conversation_of_row
 from data_pipeline.errors import DataError
-from data_pipeline.sources.document import LONGEST_ROW, Document
+from data_pipeline.sources.document import LONGEST_ROW, Document, check_no_twin
 from data_pipeline.sources.hf_dataset import HfDataset
 from data_pipeline.sources.json_rows import JsonRows
 from data_pipeline.sources.parquet import ParquetRows
@@ -66,6 +66,8 @@ def _chat_columns(names: Iterable[str], where: str) -> list[str]:
     """Returns the columns of conversations. Raises DataError if there is none: the rows would be empty, and none."""
     there = list(names)
     columns = [name for name in CHAT_FIELDS if name in there]
+    for name in columns:
+        check_no_twin(where, name, there)
     if not {"messages", "conversations", "completion"} & set(columns):
         raise DataError(
             f"{where} has no column of conversations (it has {', '.join(map(repr, there)) or 'none'}): name one "

@@ -12,6 +12,7 @@ from data_pipeline.sources.document import (
     LONGEST_ROW,
     Document,
     OnBadRow,
+    check_no_twin,
     file_identity,
     lacks_text,
     not_utf8,
@@ -61,11 +62,7 @@ class CsvTable:
             try:
                 if rows.fieldnames is not None and self.text_field not in rows.fieldnames:
                     raise lacks_text(f"{self.path} has no column", self.text_field, list(rows.fieldnames))
-                if (rows.fieldnames or []).count(self.text_field) > 1:
-                    raise DataError(
-                        f"{self.path} has more than one column {self.text_field!r}: give them names of their own, or "
-                        "name another one with --text-field"
-                    )
+                check_no_twin(str(self.path), self.text_field, rows.fieldnames or [])
                 for row in rows:
                     yield f"{self.path}, line {rows.reader.line_num}", row
                     lines.row_bytes = 0

@@ -50,6 +50,15 @@ def lacks_text(problem: str, field: str, there: Sequence[str]) -> DataError:
     return DataError(f"{problem} {field!r} (it has {', '.join(map(repr, there)) or 'none'}): {remedy}")
 
 
+def check_no_twin(where: str, field: str, there: Sequence[str]) -> None:
+    """Raises DataError if several of the columns `there` have the name of the one that is read."""
+    if there.count(field) > 1:
+        raise DataError(
+            f"{where} has more than one column {field!r}: give them names of their own, or name another one with "
+            "--text-field"
+        )
+
+
 def text_of_row(row: dict[str, Any], field: str, where: str) -> str:
     """Returns the text in `field` of a row. Raises DataError if there is none."""
     if field not in row:

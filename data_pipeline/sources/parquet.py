@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from data_pipeline.errors import DataError
 from data_pipeline.sources.arrow_rows import check_text_column, documents_of
-from data_pipeline.sources.document import LONGEST_ROW, Document, OnBadRow, checked_text, file_identity, lacks_text
+from data_pipeline.sources.document import (
+    LONGEST_ROW,
+    Document,
+    OnBadRow,
+    check_no_twin,
+    checked_text,
+    file_identity,
+    lacks_text,
+)
 from data_pipeline.sources.remote_file import Place, RemoteFile, open_file
 from data_pipeline.sources.stretch import WHOLE, Stretch, whole_file
 
@@ -63,6 +71,7 @@ class ParquetRows:
         """Returns the columns to read. Raises DataError if the one with the text is not among `names`."""
         if self.text_field not in names:
             raise lacks_text(f"{self.path} has no column", self.text_field, list(names))
+        check_no_twin(str(self.path), self.text_field, names)
         return [self.text_field]
 
     def check_columns(self, schema: "pyarrow.Schema") -> None:

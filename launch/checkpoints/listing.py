@@ -12,6 +12,7 @@ from pathlib import Path
 
 from data_pipeline.neighbours import nearest
 from megalite.checkpoint.errors import CheckpointError
+from megalite.checkpoint.foreign_folders import foreign_checkpoint
 from megalite.checkpoint.manifest import LATEST, STEP, Manifest
 from megalite.checkpoint.remote.storage import Listed, Store, list_checkpoints
 from megalite.checkpoint.small_files import read_small_file
@@ -90,6 +91,8 @@ def _nothing_in(place: str) -> CheckpointError:
         return CheckpointError(
             f"{place}: {'is a file, no folder' if path.exists() else f'there is no such folder{nearest(path)}'}"
         )
+    if foreign := foreign_checkpoint(path):
+        return CheckpointError(f"{place}: holds {foreign[0]}, which is not read here: {foreign[1]}")
     if STEP.fullmatch(path.name):
         return CheckpointError(f"{place}: not a complete checkpoint: it has no manifest.json, the save was interrupted")
     return CheckpointError(f"{place}: holds no checkpoints: give a run_dir, its checkpoints folder, or one checkpoint")

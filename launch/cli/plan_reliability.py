@@ -220,7 +220,10 @@ def _deadline(by: str, config: Config | None, accelerator: str | None, days: flo
         raise LaunchError(f"--by {by} is no date: write it as {date.today().isoformat()}") from None
     if day <= date.today():
         raise LaunchError(f"--by {by}: a run that begins today, {date.today()}, cannot end by then")
-    return datetime.combine(day + timedelta(days=1), datetime.min.time()).timestamp()
+    try:
+        return datetime.combine(day + timedelta(days=1), datetime.min.time()).timestamp()
+    except (OverflowError, OSError, ValueError):  # the last day of all, or one that the machine's clock does not know
+        raise LaunchError(f"--by {by} is too late to be counted: name a day of this century") from None
 
 
 def parse_gpus(text: str, gpus_per_node: int) -> list[int]:

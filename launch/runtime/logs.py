@@ -12,7 +12,7 @@ import os
 import sys
 import time
 
-from launch.runtime.printing import say
+from launch.runtime.printing import escape_what_cannot_be_written, say
 
 LEVEL = "MEGALITE_LOG_LEVEL"
 PACKAGES = ("launch", "megalite", "models", "data_pipeline")
@@ -38,6 +38,7 @@ def configure_logging(level: str | None = None, *, rank: int | None = None) -> N
 
     `level` is the name of a `logging` level; by default the one that the parent process has set, or INFO.
     """
+    escape_what_cannot_be_written()  # here, as every process of ours configures its logging
     if level is not None:
         os.environ[LEVEL] = level
     known = logging.getLevelNamesMapping()

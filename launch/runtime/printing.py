@@ -7,6 +7,7 @@ and `print_result`, in log lines (`launch.runtime.logs`), tables and progress ba
 
 from __future__ import annotations
 
+import io
 import re
 import sys
 import traceback
@@ -20,6 +21,13 @@ _CONTROLS = re.compile(r"[\0-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028-\u202e\u2066-\
 def visible(text: str) -> str:
     r"""Returns `text` with each character that controls a terminal as an escape, such as `\x1b`; keeps line breaks."""
     return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def escape_what_cannot_be_written() -> None:
+    r"""Makes standard output and standard error write `\xf1` for a character that their encoding does not have."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def say(*values: object, sep: str = " ", end: str = "\n", file: IO[str] | None = None, flush: bool = False) -> None:

@@ -27,6 +27,7 @@ from launch.trainer.run_tokenizer import check_kept, check_room_for, choose_toke
 from launch.trainer.start_flags import NO_FLAGS, StartFlags
 from megalite.checkpoint.durable_files import remove
 from megalite.checkpoint.errors import CheckpointError
+from megalite.checkpoint.foreign_folders import foreign_checkpoint
 from megalite.checkpoint.huggingface.tokenizer_folder import TOKENIZER, check_tokenizer_links, tokenizer_files
 from megalite.checkpoint.manifest import Manifest, adapter_of, read_manifest
 from megalite.checkpoint.retention import clean_up
@@ -249,6 +250,11 @@ def find_start(
         base = manifest.config.get(BASE_MODEL)
         start = Start(own, manifest, True, passed_over, base_model=base, changes=changes)
     else:
+        if config.checkpoint.resume and (foreign := foreign_checkpoint(config.run_dir)):
+            raise CheckpointError(
+                f"run_dir {config.run_dir} holds {foreign[0]}, which is not resumed here: {foreign[1]}, with another "
+                "run_dir; or choose another run_dir to start from the beginning"
+            )
         source = config.training.initialize_from
         start = Start() if source is None else _start_from(source, config, data)
     return _with_tokenizer(start, config, data)

@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megalite.checkpoint.errors import CheckpointError
+from megalite.checkpoint.foreign_folders import foreign_checkpoint
 from megalite.config.sections import AdapterConfig
 from megalite.config.suggestions import nearest_path
 
@@ -156,6 +157,8 @@ def no_checkpoint(path: Path) -> str:
         return f"{path}: there is no such checkpoint folder{nearest_path(path)}"
     if (path / "config.json").is_file():
         return f"{path}: is a Hugging Face folder, no checkpoint: `megalite import` makes one of it"
+    if foreign := foreign_checkpoint(path):
+        return f"{path}: holds {foreign[0]}, which is not read here: {foreign[1]}"
     if STEP.fullmatch(path.name):
         return f"{path}: not a complete checkpoint: it has no {MANIFEST}, the save was interrupted"
     return (

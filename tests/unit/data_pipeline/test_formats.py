@@ -8,6 +8,7 @@ import struct
 from pathlib import Path
 
 import pyarrow
+import pyarrow.parquet
 import pytest
 
 from data_pipeline.errors import DataError
@@ -175,6 +176,16 @@ def test_bad_tables_and_arrays_name_the_place(name: str, tmp_path: Path) -> None
     with pytest.raises(DataError, match=sentence) as caught:
         documents([str(tmp_path / name)])
     assert str(tmp_path / name) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_two_columns_of_one_name_are_refused_in_a_table_of_any_kind(tmp_path: Path) -> None:
+    """The rows would hold one of them, and nobody could say which."""
+    path = tmp_path / "twice.parquet"
+    columns = [pyarrow.array([text]) for text in ("a", "b")]
+    pyarrow.parquet.write_table(pyarrow.Table.from_arrays(columns, names=["text", "text"]), path)
+    for spec in (str(path), f"dataset:{path}"):
+        with pytest.raises(DataError, match=r"twice.parquet has more than one column 'text': give them names"):
+            documents([spec])
 
 
 @pytest.mark.parametrize("block", [1, 2, 7, 100])

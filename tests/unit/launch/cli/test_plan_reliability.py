@@ -139,7 +139,7 @@ def test_the_cheapest_number_that_ends_by_a_date_is_named() -> None:
     assert len(chosen["scales"]) > 1 and chosen["cheapest"]["accelerator_hours"] <= best["accelerator_hours"]
     said = plan(*words, "--gpus", "8", "--by", by.isoformat())
     assert f"none of these numbers of GPUs ends by {by}: the largest ends on " in said
-    for wrong, why in (("2001-01-01", "cannot end by then"), ("soon", "is no date")):
+    for wrong, why in (("2001-01-01", "cannot end by then"), ("soon", "is no date"), ("9999-12-31", "is too late")):
         with pytest.raises(LaunchError, match=why):
             invoked(*words, "--by", wrong)
     with pytest.raises(LaunchError, match="needs the length of a run"):

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from launch.errors import LaunchError
 from launch.output import Table, console, print_csv, print_json, progress_bar, spinner, styled
 from launch.runtime.logs import get_logger
-from launch.runtime.printing import print_exception, print_result, say, visible
+from launch.runtime.printing import escape_what_cannot_be_written, print_exception, print_result, say, visible
 from launch.runtime.rank_process import tell_once
 
 TITLE, CURSOR, C1, OVERRIDE = "\x1b]0;owned\x07", "\x1b[2J", "\x9b31m", "\u202e"
@@ -67,6 +67,19 @@ def test_every_way_of_printing_shows_it(way: str, capsys: pytest.CaptureFixture[
     assert harmless(said) and "owned" in said
     if way not in ("table", "JSON"):  # a table breaks words, and JSON has its own escapes
         assert SHOWN in said
+
+
+def test_what_an_encoding_lacks_is_shown_as_an_escape(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = {name: io.TextIOWrapper(io.BytesIO(), "ascii") for name in ("stdout", "stderr")}
+    for name, stream in written.items():
+        monkeypatch.setattr(sys, name, stream)
+    escape_what_cannot_be_written()
+    say("runs/lañg", flush=True)
+    print_result("lañg", flush=True)
+    Table(["run"], [["lañg"]]).print()
+    tell_once("no lañg", None)
+    assert written["stdout"].buffer.getvalue().count(b"la\\xf1g") == 3  # type: ignore[attr-defined]
+    assert b"no la\\xf1g" in written["stderr"].buffer.getvalue()  # type: ignore[attr-defined]
 
 
 def test_progress_shows_it_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

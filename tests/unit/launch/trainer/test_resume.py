@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from launch.checkpoints.listing import checkpoints_in
 from launch.trainer.data import open_data
 from launch.trainer.resume import checkpoints_of, find_start
 from megalite.checkpoint.errors import CheckpointError
-from megalite.checkpoint.manifest import find_latest
+from megalite.checkpoint.manifest import find_latest, read_manifest
 from megalite.config import Config
 from tests.unit.launch.cli.test_mistakes import own_checkpoint
 
@@ -73,3 +74,31 @@ def test_the_order_of_targets_is_no_change(tiny: dict[str, Any], tmp_path: Path)
     config = Config.model_validate(tiny | {"adapter": {"name": "lora", "targets": ["q_proj", "v_proj"]}})
     own, skipped = find_latest(checkpoints_of(config))
     assert find_start(config, open_data(config), own, skipped).is_resume
+
+
+@pytest.mark.parametrize(
+    ("name", "stack"),
+    [
+        ("global_step10/mp_rank_00_model_states.pt", "DeepSpeed"),
+        ("zero_pp_rank_0_mp_rank_00_optim_states.pt", "DeepSpeed"),
+        ("iter_0000010/mp_rank_00/model_optim_rng.pt", "Megatron-LM"),
+        ("latest_checkpointed_iteration.txt", "Megatron-LM"),
+        ("checkpoint-500/trainer_state.json", "transformers' Trainer"),
+        ("checkpoint/step-10/__0_0.distcp", "torch.distributed"),
+    ],
+)
+def test_a_checkpoint_of_another_stack_is_named_and_no_new_run_begins(
+    name: str, stack: str, tiny: dict[str, Any], tmp_path: Path
+) -> None:
+    """Whoever names its folder as run_dir thinks that training goes on, and would find weights of a new model."""
+    config = Config.model_validate(tiny | {"run_dir": str(tmp_path / "theirs")})
+    (config.run_dir / name).parent.mkdir(parents=True)
+    (config.run_dir / name).touch()
+    said = rf"theirs:? holds a checkpoint of {stack} \({name.split('/')[0]}.*: make a Hugging Face folder of it"
+    with pytest.raises(CheckpointError, match=f"{said}.*choose another run_dir"):
+        find_start(config, open_data(config), None, ())
+    for reader in (read_manifest, lambda folder: checkpoints_in(str(folder))):  # as generate and export read it
+        with pytest.raises(CheckpointError, match=said):
+            reader(config.run_dir)
+    anew = Config.model_validate(config.model_dump() | {"checkpoint": {"resume": False}})
+    assert find_start(anew, open_data(anew), None, ()).step == 0
