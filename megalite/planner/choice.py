@@ -17,7 +17,7 @@ RECOMPUTE_MODES: tuple[Recompute, ...] = ("none", "selective", "full")  # the fa
 
 
 class Predicted(Protocol):
-    """What the choice needs of a layout that fits."""
+    """The facts that the choice needs of a layout that fits."""
 
     @property
     def layout(self) -> ParallelLayout: ...
