@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from launch.runtime.modules import START_WITNESS, python_command
-from megalite.engine.meeting_place import ATTEMPT, FOLDER
+from megalite.engine.meeting_place import ATTEMPT, FOLDER, is_loopback_address
 
 # by these a supervisor knows a rank (launch/cluster/ssh/agent.py), which a witness is not
 NUMBERS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
@@ -110,7 +110,8 @@ def _may_be_missed(environment: Mapping[str, str]) -> bool:
     size = next((environment[name] for name in SIZES if name in environment), "1")
     local_size = next((environment[name] for name in LOCAL_SIZES if name in environment), "")
     is_restarted = RESTARTS in environment and environment[RESTARTS] != environment.get(MOST_RESTARTS, "0")
-    return FOLDER not in environment and size not in ("1", local_size) and not is_restarted
+    is_here = is_loopback_address(environment.get("MASTER_ADDR", ""))  # where no other host reaches rank 0
+    return FOLDER not in environment and size not in ("1", local_size) and not is_here and not is_restarted
 
 
 def main(messages: IO[str]) -> None:

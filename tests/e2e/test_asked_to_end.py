@@ -87,7 +87,8 @@ def test_a_second_ctrl_c_ends_it_at_once(config: dict[str, Any], tmp_path: Path)
     fault = (several, ((slow_writer, (60.0,)), (signal_in_step, (3, signal.SIGINT, [0, 1]))))
     with session(tmp_path / "session", config, fault=fault) as running:
         running.wait_until(lambda: (run_dir / "checkpoints" / ".step_00000003.tmp").exists())
-        assert "press Ctrl-C again to end now, which loses 3 steps (step 3 began " in running.output(0)
+        sentence = "press Ctrl-C again to end now, which loses 3 steps (step 3 began "
+        running.wait_until(lambda: sentence in running.output(0))
         time.sleep(INTERRUPT_REPEAT_S + 0.1)
         running.send(signal.SIGINT)
         assert running.wait(5) == [INTERRUPTED_CODE] * 2, running.output()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -34,7 +35,7 @@ def test_a_rank_that_is_killed_before_the_ranks_meet_ends_the_others(tiny: dict[
     (tmp_path / "killer").mkdir()
     (tmp_path / "killer" / "sitecustomize.py").write_text(DIES)
     own = without_ranks() | {"DS_ACCELERATOR": "cpu", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
-    own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    own |= {"MASTER_ADDR": socket.gethostname(), "MASTER_PORT": str(free_port())}
     ranks = [
         subprocess.Popen(
             [sys.executable, "-P", "-m", "launch.train", path],
