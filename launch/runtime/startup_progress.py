@@ -12,7 +12,7 @@ from launch.runtime.rank_environment import Rank
 from megalite.monitor.observer import Observer
 
 log = get_logger(__name__)
-SILENCE_S = 5.0  # longest silence of rank 0 from the start of its process to the end of the first step
+SILENCE_S = 8.0  # longest silence of rank 0 from the start of its process to the end of the first step
 TICK_S = 0.25
 
 
