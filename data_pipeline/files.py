@@ -22,6 +22,15 @@ def is_url(text: str) -> bool:
     return bool(re.match(r"[A-Za-z][\w+.-]*://", text))
 
 
+def decimal_size(size: float) -> str:
+    """Returns a number of bytes with an SI prefix, such as `1.2 MB`."""
+    for unit, digits in (("byte" if size == 1 else "bytes", 0), ("kB", 1), ("MB", 1), ("GB", 1)):
+        if round(size, digits) < 1000:
+            return f"{size:.{digits}f} {unit}"
+        size /= 1000
+    return f"{size:,.1f} TB"
+
+
 def open_anew(path: Path) -> BinaryIO:
     """Creates a file that nobody else may write in the place of what is there, as somebody's link or pipe."""
     path.unlink(missing_ok=True)

@@ -14,6 +14,8 @@ def nearest(path: Path, ending: str = "", *, also: Collection[str] = ()) -> str:
 
     `ending`: of the files that are meant, whose names are given without it; `also`: names that are no files.
     """
+    if path.is_symlink():
+        return f" (it is a link to {path.readlink()}, which is not there)"
     there = path.parent
     if not there.exists():
         return nearest(there) if there != there.parent else ""

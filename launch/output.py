@@ -144,13 +144,6 @@ def console(*, stderr: bool = False) -> Console:
     )
 
 
-def decimal_size(size: int) -> str:
-    """A number of bytes with an SI prefix, such as `1.2 MB`."""
-    from rich.filesize import decimal
-
-    return decimal(size)
-
-
 def print_json(values: Any) -> None:
     """Prints indented JSON; numbers that are not finite, which JSON cannot hold, become null."""
     print_result(json.dumps(_finite(values), indent=2, allow_nan=False, default=str))

@@ -63,7 +63,10 @@ def conversation_of_row(fields: dict[str, Any], where: str) -> Conversation:
                 "leave the conversation out, or make the messages up to it the prompt of a completion"
             )
     if not any(message["role"] == ASSISTANT for message in messages[prompt_messages:]):
-        raise DataError(f"{where} has no message of an assistant to learn from: leave the conversation out")
+        roles = {message["role"] for message in messages}
+        others = first_names(sorted(map(repr, roles.difference(USUAL_ROLES))))
+        remedy = f"name the roles {USER!r} and {ASSISTANT!r}, not {others}" if others else "leave the conversation out"
+        raise DataError(f"{where} has no message of an assistant to learn from: {remedy}")
     return Conversation(messages, tools or None, prompt_messages)
 
 

@@ -21,7 +21,7 @@ from typing import Literal
 
 from data_pipeline.chat.encoder import ChatEncoder
 from data_pipeline.errors import DataError
-from data_pipeline.files import with_ending, write_atomically
+from data_pipeline.files import decimal_size, with_ending, write_atomically
 from data_pipeline.indexed import IndexedTokens, token_dtype
 from data_pipeline.meta import CorpusMeta, read_meta
 from data_pipeline.prepare.encoder_check import fast_encoder
@@ -181,8 +181,8 @@ def _announce_full_disk(job: PreparationPlan, store: PartStore, notice: Callable
     needed -= sum(file.stat().st_size for file in store.folder.iterdir())
     if needed > free:
         notice(
-            f"the text has {text / 1e9:.2f} GB, whose tokens take about {needed / 1e9:.2f} GB more until they are "
-            f"joined, and half of that then, but {free / 1e9:.2f} GB are free where {store.output} is: free some "
+            f"the text has {decimal_size(text)}, whose tokens take about {decimal_size(needed)} more until they are "
+            f"joined, and half of that then, but {decimal_size(free)} are free where {store.output} is: free some "
             "space, or choose another output"
         )
 

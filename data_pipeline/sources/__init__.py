@@ -39,7 +39,13 @@ _NO_TEXT = {
     (".lzma", ".br", ".Z"): "is compressed in a way that is not read: compress it anew, as .zst or .gz",
     (".gpg", ".pgp", ".age", ".enc"): "is encrypted: decrypt it and give the result",
     (".zip", ".7z", ".tar", ".tgz"): "is an archive, which is not read: unpack it and give its files",
-    (".tsv", ".xls", ".xlsx", ".ods"): "is a table in a format that is not read: save it as .csv, .jsonl or .parquet",
+    (".parquet", ".arrow"): "is compressed a second time, around its own compression: unpack it and give the result",
+    (".npy", ".npz", ".pkl", ".pickle", ".pt", ".pth", ".safetensors", ".h5", ".hdf5"): (
+        "holds arrays or objects, no text: write the text into a .jsonl or .parquet file"
+    ),
+    (".tsv", ".xls", ".xlsx", ".ods", ".feather", ".orc", ".avro"): (
+        "is a table in a format that is not read: save it as .csv, .jsonl or .parquet"
+    ),
 }
 """Endings of files that would be nonsense, or an error at their first byte, if they were read as text."""
 
@@ -136,6 +142,8 @@ def _expand(spec: str) -> Sequence[Place]:
         if not files:
             raise DataError(f"no file matches the source pattern {spec!r}: check it, and quote it for the shell")
         return sorted(files)
+    if path.exists():
+        raise DataError(f"source {spec} is a pipe or device, no file: write its text into one and give that")
     raise DataError(
         f"source {spec} does not exist{nearest(path, also=[PYTHON_STDLIB])}: give a file, a folder, a glob, a URL, or "
         "dataset:NAME for a data set"

@@ -3,6 +3,7 @@
 import io
 import lzma
 import re
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -18,6 +19,7 @@ _USUAL_WINDOW = 1 << 27  # bytes, up to which pyarrow reads zstd
 _LARGEST_WINDOW = 1 << 31
 _XZ_MEMORY = 1 << 31
 _HEAD_BYTES = 1 << 10
+_END_BYTES = 9  # one more than the sum and the length at the end of a gzip member
 _ZSTD_SKIPPED = re.compile(rb"[\x50-\x5f]\x2a\x4d\x18", re.DOTALL)
 _BEGINNINGS = {
     "gzip": b"\x1f\x8b",
@@ -82,6 +84,8 @@ def _decompressed(path: Place, about_bytes: int) -> io.RawIOBase:
     if codec == "xz":
         xz = partial(lzma.LZMADecompressor, memlimit=_XZ_MEMORY)
         return _Decompressed(open_file(path, about_bytes), xz, lzma.LZMAError)
+    if codec == "gzip" and _is_filled_up(path):
+        return _Decompressed(open_file(path, about_bytes), partial(zlib.decompressobj, 31), zlib.error)
     if codec == "zstd":
         import zstandard
 
@@ -109,7 +113,7 @@ class _Decompressed(io.RawIOBase):
         while not self._text:
             if self._member is None or self._member.eof:
                 rest = b"" if self._member is None else self._member.unused_data
-                data, self._member = rest.lstrip(b"\0") or self._next_member(), self._begin()  # xz may be filled up
+                data, self._member = rest.lstrip(b"\0") or self._next_member(), self._begin()  # both may be filled up
                 if not data:
                     self._member = None
                     return 0
@@ -140,6 +144,15 @@ def _head(path: Place) -> bytes:
         return stream.read(_HEAD_BYTES)
 
 
+def _is_filled_up(path: Place) -> bool:
+    """Returns whether a file here ends in more zeros than the end of a gzip member can have, as tapes fill blocks."""
+    if isinstance(path, RemoteFile) or path.stat().st_size < _END_BYTES:
+        return False
+    with path.open("rb") as stream:
+        stream.seek(-_END_BYTES, io.SEEK_END)
+        return not any(stream.read(_END_BYTES)) and _head(path).startswith(_BEGINNINGS["gzip"])
+
+
 def _window(head: bytes) -> int:
     """Returns how many bytes of text the first frame of zstd refers back to; 0 where there is none."""
     import zstandard
@@ -156,7 +169,6 @@ def _what_is_wrong(path: Place, reason: str) -> str:
     whole = head.startswith(_BEGINNINGS[codec]) or (codec == "zstd" and _ZSTD_SKIPPED.match(head) is not None)
     if not whole:
         found = next((name for name, first in _BEGINNINGS.items() if head.startswith(first)), None)
-        page = head.lstrip()[:1] == b"<"
         page = head.lstrip()[:1] == b"<"
         kind = f"it is a {found} file" if found else "it is a web page" if page else "its first bytes are no such data"
         return f"is no {codec} file, {kind}: give it the ending of what it is, or fetch it again"

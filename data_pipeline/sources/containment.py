@@ -52,6 +52,8 @@ def _root(folder: Path) -> Path:
 def check_saved(folder: Path, saved: Path) -> None:
     """Raises DataError if the data set that `save_to_disk` wrote to `saved`, in `folder`, has files elsewhere."""
     names = [entry["filename"] for entry in json.loads((saved / "state.json").read_bytes())["_data_files"]]
+    if not names:
+        raise DataError(f"{saved / 'state.json'} names no files in _data_files: save the data set again")
     check_inside(folder, [saved / "state.json", *(saved / name for name in names)])
 
 

@@ -47,6 +47,8 @@ def lacks_text(problem: str, field: str, there: Sequence[str]) -> DataError:
     remedy = f"name the {kind} that holds the text with --text-field"
     if names & {"messages", "conversations"} or names >= {"prompt", "completion"}:
         remedy = f"these are conversations, give --chat, or {remedy}"
+    if len(there) == 1 and (sign := next((sign for sign in ";\t|" if sign in there[0]), None)):
+        remedy = f"its columns seem to be parted by {sign!r}: write the table with commas, or {remedy}"
     return DataError(f"{problem} {field!r} (it has {', '.join(map(repr, there)) or 'none'}): {remedy}")
 
 

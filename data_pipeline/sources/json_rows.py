@@ -28,6 +28,7 @@ from data_pipeline.sources.stretch import WHOLE, Stretch, byte_stretches, whole_
 
 _LOOKED_AT = 1 << 12  # bytes, to tell an array
 _LINES = "one JSON object on each line"
+_ARRAY = "or name the file .json, which may hold one array"
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,8 @@ class JsonRows:
         for where, row in self.rows(on_bad_row, stretch):
             try:
                 if not isinstance(row, dict):
-                    raise DataError(f"{where} is not a JSON object: write {self.example} on each line")
+                    remedy = f", {_ARRAY}" if isinstance(row, list) and not self.may_be_array else ""
+                    raise DataError(f"{where} is not a JSON object: write {self.example} on each line{remedy}")
                 yield self.document_of(row, where)
             except DataError as error:
                 on_bad_row(error)
@@ -88,8 +90,9 @@ class JsonRows:
                         line = stream.readline(self.longest)
                         position += len(line)
                 elif line.strip():
+                    begins_array = number == 1 and line.lstrip()[:1] == b"[" and not self.may_be_array
                     try:
-                        value = parsed(line, where, _LINES)
+                        value = parsed(line, where, f"{_LINES}, {_ARRAY}" if begins_array else _LINES)
                     except DataError as error:
                         on_bad_row(error)
                     else:

@@ -22,6 +22,7 @@ _BUFFER_BYTES = 1 << 18
 _ATTEMPTS = 4  # to read on where a connection broke, with 1, 2 and 4 s between them
 _CONNECT_S, _ANSWER_S = 10, 30
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "http": "http", "https": "http"}
+_OF_ONE_HOST = ("ftp", "sftp", "ssh", "smb")  # for which fsspec wants the host, and its password, apart from the URL
 _WEB = ("http", "https")
 _MARKS = ("ETag", "etag", "blob_id", "md5Hash", "content_md5", "Content-MD5", "crc32c", "generation")
 _TIMES = ("LastModified", "Last-Modified", "last_modified", "mtime", "updated", "modified")
@@ -126,6 +127,8 @@ def _checked_protocol(spec: str) -> str:
         raise DataError(f"source {shown} names no file: write it as s3://bucket/folder/file.jsonl")
     if protocol not in fsspec.available_protocols():
         raise DataError(f"source {spec}: there is no protocol {protocol}: use s3://, gs://, hf:// or https://")
+    if protocol in _OF_ONE_HOST:
+        raise DataError(f"source {shown}: {protocol}:// is not read here: download it and give the file")
     try:
         fsspec.get_filesystem_class(protocol)
     except ImportError as error:

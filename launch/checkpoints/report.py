@@ -10,7 +10,8 @@ from dataclasses import asdict, is_dataclass
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
-from launch.output import Cell, Table, decimal_size, styled
+from data_pipeline.files import decimal_size
+from launch.output import Cell, Table, styled
 from megalite.checkpoint.manifest import printable
 
 if TYPE_CHECKING:

@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
+from data_pipeline.files import decimal_size
 from launch.errors import LaunchError
-from launch.output import check_writable, decimal_size, spinner
+from launch.output import check_writable, spinner
 from launch.runtime.logs import get_logger
 from launch.runtime.printing import say
 from megalite.checkpoint.small_files import check_small_file

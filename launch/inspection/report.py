@@ -9,12 +9,13 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from data_pipeline.files import decimal_size
 from launch.checkpoints.report import age_text
 from launch.inspection.files import Facts, time_of
 from launch.inspection.listing import RunSummary
 from launch.inspection.state import RunState
 from launch.inspection.status import RunStatus
-from launch.output import Table, decimal_size, styled
+from launch.output import Table, styled
 from megalite.checkpoint.manifest import printable
 from megalite.monitor.goodput import without_record_in_words
 from megalite.monitor.progress import clock, goes_on_in_words

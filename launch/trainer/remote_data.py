@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from data_pipeline.errors import DataError, first_names
-from data_pipeline.files import user_path
+from data_pipeline.files import decimal_size, user_path
 from data_pipeline.packing_plan import plan_ending
 from data_pipeline.token_cache import CorpusCopy, free_bytes
 from launch.trainer.packing import packed_splits
@@ -118,9 +118,9 @@ class HostFetch:
         needed = self.total - sum(copy.bytes_here() for copy in self.missing)
         if needed > (free := free_bytes(self.cache)):
             raise DataError(
-                f"{self.cache} has room for {free / 1e9:.1f} GB, and the copy of {self.names()} takes "
-                f"{needed / 1e9:.1f} GB more: remove copies there that no run uses, or set data.cache to a folder on a "
-                "larger disk"
+                f"{self.cache} has room for {decimal_size(free)}, and the copy of {self.names()} takes "
+                f"{decimal_size(needed)} more: remove copies there that no run uses, or set data.cache to a folder "
+                "on a larger disk"
             )
 
     @property
@@ -169,8 +169,8 @@ class HostFetch:
         done, total = self._done, self.total
         if self._is_waiting:
             done += copy.bytes_here()
-            return f"another process copies {copy.url} to {copy.folder}: {done / 1e9:.2f} of {total / 1e9:.2f} GB"
-        return f"copying {copy.url} to {copy.folder}: {done / 1e9:.2f} of {total / 1e9:.2f} GB"
+            return f"another process copies {copy.url} to {copy.folder}: {decimal_size(done)} of {decimal_size(total)}"
+        return f"copying {copy.url} to {copy.folder}: {decimal_size(done)} of {decimal_size(total)}"
 
     def names(self) -> str:
         """Names the corpora without a copy, or else those that were looked for."""
@@ -228,7 +228,7 @@ def copies_here(
     if fetch.missing and not may_fetch:
         _told(fetch.look, fetch.sentence, tell)
         raise DataError(
-            f"{fetch.cache} holds no copy of {fetch.names()} yet ({fetch.total / 1e9:.2f} GB), and this command makes "
+            f"{fetch.cache} holds no copy of {fetch.names()} yet ({decimal_size(fetch.total)}), and this command makes "
             "none: `megalite data fetch CONFIG` does"
         )
     if may_fetch:
@@ -284,5 +284,5 @@ def awaited_copies(data: DataConfig, sequence_length: int, tell: Callable[[str],
     _told(fetch.look, fetch.sentence, tell)
     return (
         f"this host has no copy of {fetch.names()} in {fetch.cache}: each host of the run makes its own "
-        f"({fetch.total / 1e9:.2f} GB) before it trains, and data and checkpoint are checked then"
+        f"({decimal_size(fetch.total)}) before it trains, and data and checkpoint are checked then"
     )

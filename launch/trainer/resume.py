@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from data_pipeline.dataset import Samples
 from data_pipeline.errors import first_names
+from data_pipeline.files import decimal_size
 from data_pipeline.mix import MixedSamples
 from launch.errors import LaunchError
 from launch.huggingface.checkpoint_tokenizer import KEPT, find_tokenizer, is_same_tokenizer
@@ -82,7 +83,7 @@ class Start:
         if self.manifest is None or self.checkpoint is None:
             return "initializing the weights" if self.hub is None else f"loading the weights of {self.hub.folder}"
         size = sum(file.size for file in self.manifest.files.values())
-        return f"loading {self.checkpoint}, {size / 1e9:.1f} GB"
+        return f"loading {self.checkpoint}, {decimal_size(size)}"
 
     def counted(self, config: Config, *, is_certain: bool = True) -> Config:
         """Returns `config` with a length that counts `training.tokens` from this start on.

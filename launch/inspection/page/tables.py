@@ -7,12 +7,12 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from data_pipeline.files import decimal_size
 from launch.inspection.comparison import default_of
 from launch.inspection.files import Facts, number, time_of
 from launch.inspection.page.findings import RunFindings, value_at
 from launch.inspection.page.sections import PageSection, number_table
 from launch.inspection.report import ACCOUNT
-from launch.output import decimal_size
 from launch.planning.report.svg import element
 from megalite.checkpoint.manifest import printable
 from megalite.config.hidden_secrets import without_secrets

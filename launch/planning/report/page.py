@@ -11,7 +11,8 @@ from pathlib import Path
 from string import Template
 from xml.etree.ElementTree import Element, tostring
 
-from launch.output import decimal_size, write_file
+from data_pipeline.files import decimal_size
+from launch.output import write_file
 from launch.planning.report.goodput_figure import goodput_caption, goodput_figure, interval_curve, size_curve
 from launch.planning.report.memory_figure import memory_caption, memory_figure
 from launch.planning.report.ranking_table import ranking_caption, ranking_table

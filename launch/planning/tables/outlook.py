@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from launch.output import decimal_size
+from data_pipeline.files import decimal_size
 from megalite.config import Config
 from megalite.planner.outlook import RunOutlook
 from megalite.planner.reliability.failure_rates import PUBLISHED_BAND

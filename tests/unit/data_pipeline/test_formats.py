@@ -46,6 +46,16 @@ COMPRESSED = {
 }
 
 
+def test_gzip_that_is_filled_up_with_zeros_is_read_as_gzip_itself_reads_it(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl.gz"
+    path.write_bytes(COMPRESSED[".gz"](LINES) + bytes(512))
+    assert documents([str(path)]) == TEXTS[:-1]
+    for content, sentence in {bytes(512): "is no gzip file", gzip.compress(LINES)[:20] + bytes(512): "gzip"}.items():
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=rf"rows.jsonl.gz .*{sentence}"):
+            documents([str(path)])
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_rows_of_json_and_of_tables_are_documents(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(FILES[name])
@@ -136,6 +146,11 @@ NO_TEXT = {
     "pages.zip": "is an archive, which is not read: unpack it",
     "pages.tar.gz": "is an archive",
     "pages.tgz": "is an archive",
+    "rows.feather": "is a table in a format that is not read",
+    "rows.orc": "is a table in a format that is not read",
+    "rows.parquet.gz": "is compressed a second time",
+    "ids.npy": "holds arrays or objects, no text: write the text",
+    "rows.pkl": "holds arrays or objects, no text",
     "table.tsv": "is a table in a format that is not read: save it as .csv",
     "table.tsv.gz": "is a table in a format",
 }
@@ -152,6 +167,9 @@ def test_what_is_no_text_is_not_taken_for_it(name: str, tmp_path: Path) -> None:
 BAD_FILES: dict[str, tuple[bytes, str]] = {
     "other.csv": (b"label,body\n1,a\n", r"other.csv has no column 'text' \(it has 'label', 'body'\): name the column"),
     "twice.csv": (b"text,id,text\na,1,b\n", r"twice.csv has more than one column 'text': give them names of their own"),
+    "semicolons.csv": (b"text;label\na;1\n", r"its columns seem to be parted by ';': write the table with commas, or"),
+    "array.jsonl": (b'[{"text": "a"}]', r"on each line, or name the file .json, which may hold one array"),
+    "indented.jsonl": (b'[\n  {"text": "a"}\n]', r"on each line, or name the file .json, which may hold one array"),
     "ragged.csv": (b"text,label\na,1\nsome, words,2\n", "line 3 has more cells than the first line names: put cells"),
     "short.csv": (b"label,text\n1,a\n2\n", "line 3 has fewer cells than"),
     "quote.csv": (b'text\n"a"b\n', r"line 2 is not CSV \(.*\): write the table again"),

@@ -303,6 +303,7 @@ SECRET = "hunter2"
         ("zip://a.txt::s3://bucket/x.zip", "chains protocols"),
         ("s3://", "names no file"),
         ("nosuch://bucket/a.txt", "there is no protocol nosuch: use s3://"),
+        ("ftp://host.example/a.txt", "ftp:// is not read here: download it"),
         ("https://[::1/a.txt", "is not a URL that can be read"),
         ("http://127.0.0.1:1/a.txt", "cannot be read"),
         ("s3://bucket/nothing/here.txt", "there is no such file, and no folder or pattern with files"),

@@ -280,12 +280,25 @@ def test_any_json_lines_are_text_or_a_sentence(content: bytes, tmp_path: Path) -
 def test_sources_that_are_not_there_are_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"missing.txt does not exist"):
         documents([str(tmp_path / "missing.txt")])
+    (tmp_path / "link.txt").symlink_to("nowhere")
+    with pytest.raises(DataError, match=r"link.txt does not exist \(it is a link to nowhere, which is not there\)"):
+        documents([str(tmp_path / "link.txt")])
+    (tmp_path / "link.txt").unlink()
+    with pytest.raises(DataError, match="/dev/null is a pipe or device, no file: write its text into one"):
+        documents(["/dev/null"])
     with pytest.raises(DataError, match=r"no file matches the source pattern '.*\*.md'"):
         documents([f"{tmp_path}/*.md"])
     with pytest.raises(DataError, match="holds no files"):
         documents([str(tmp_path)])
     with pytest.raises(DataError, match=r"source - .stdin. is not read: write the text into a file"):
         documents(["-"])
+    from datasets import Dataset
+
+    Dataset.from_dict({"text": ["a"]}).save_to_disk(tmp_path / "saved")
+    state = tmp_path / "saved" / "state.json"
+    state.write_text(json.dumps(json.loads(state.read_bytes()) | {"_data_files": []}))
+    with pytest.raises(DataError, match=r"state.json names no files in _data_files: save the data set again"):
+        documents([f"dataset:{tmp_path / 'saved'}"])
     with pytest.raises(DataError, match="no source is given"):
         documents([])
     with pytest.raises(DataError, match="names no data set"):

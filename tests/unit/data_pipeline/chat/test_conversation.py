@@ -20,6 +20,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no list": ({"messages": "hi"}, "has str in 'messages'"),
     "other names": ({"messages": [{"from": "human", "value": "hi"}]}, "message 1 is not of the form"),
     "no assistant": ({"messages": [{"role": "user", "content": "hi"}]}, "has no message of an assistant"),
+    "other roles": (
+        {"messages": [{"role": "human", "content": "hi"}, {"role": "bot", "content": "yes"}]},
+        "to learn from: name the roles 'user' and 'assistant', not 'bot', 'human'",
+    ),
     "assistant in the prompt alone": ({"prompt": [ANSWER], "completion": []}, "has no message of an assistant"),
     "a picture": ({"messages": [{"role": "user", "content": [{"type": "image"}]}, ANSWER]}, "content that is not text"),
     "a number": ({"messages": [{"role": "user", "content": 4}, ANSWER]}, "has int as content"),

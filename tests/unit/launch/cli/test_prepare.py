@@ -209,9 +209,7 @@ def test_text_that_has_no_room_is_said_before_it_is_encoded(
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=20_000))
     monkeypatch.setattr("data_pipeline.prepare.joining._check_space", lambda *_: None)
     _, _, err = run(USUAL, monkeypatch, capfd)
-    assert (
-        "whose tokens take about 0.00 GB more until they are joined" in err and "where data/mine is: free some" in err
-    )
+    assert "kB more until they are joined" in err and "where data/mine is: free some" in err
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=10**9))
     assert run([*USUAL[:5], "data/other", *USUAL[6:]], monkeypatch, capfd)[2] == ""
 
