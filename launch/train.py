@@ -60,7 +60,7 @@ from launch.trainer.attention_words import attention_in_words
 from launch.trainer.checkpoint_hooks import CheckpointHooks, manifest_maker
 from launch.trainer.data import evaluation_batches, evaluation_targets, open_data, training_batches
 from launch.trainer.host_copies import open_on_all_hosts
-from launch.trainer.joining import join_ranks, lost_rank
+from launch.trainer.joining import join_ranks, leave_together, longest_wait_s, lost_rank
 from launch.trainer.prediction_tracker import PredictionTracker, look_up_machine, memory_of_ranks
 from launch.trainer.rank_devices import check_memory_of_ranks, devices_in_words, devices_of_ranks
 from launch.trainer.resume import RunSetup, agree_on_start, checkpoints_of, load_state
@@ -93,7 +93,6 @@ log = get_logger("launch.train")  # as a script this module is named __main__
 PROCESS_START_TIME = time.monotonic()
 RUN_LOCK_TIMEOUT_S = 100.0  # a file server keeps the lock of a host that has died for its lease; NFS: 90 s
 ASKED_TO_END_S = 60.0  # for the mirror, and the exports of a run that is done, when the machine has been asked for
-COLLECTIVE_TIMEOUT_FRACTION = 5 / 6  # of the process group's timeout, within which rank 0 must join the others
 NO_SUPERVISOR = (
     "with `deepspeed` alone on several hosts nobody checks the hosts before, ends ranks that one left behind when it "
     "failed, or starts the run again: `megalite launch --hostfile HOSTFILE CONFIG.yaml` does"
@@ -268,7 +267,7 @@ def run(
             except tuple(ENDINGS) as error:
                 watchdog.stop()
                 # launchers end rank 0 soon after another rank has left with such a code, so all ranks wait for it
-                longest_s = ASKED_TO_END_S if isinstance(error, TrainingPreempted) else _longest_wait_s()
+                longest_s = ASKED_TO_END_S if isinstance(error, TrainingPreempted) else longest_wait_s()
                 hooks.close(is_done=False, at_most_s=longest_s)
                 raise
             run_logger.outcome = {"finished": True, **state.model_dump(exclude={"guard", "source_losses"})}
@@ -358,22 +357,6 @@ def _start_heartbeat(config: Config, rank: Rank, exit_stack: ExitStack) -> Heart
 
     exit_stack.callback(stop)
     return heartbeat
-
-
-def _longest_wait_s() -> float:
-    """Returns how long the other ranks may wait for this one in a barrier, in seconds."""
-    from megalite.engine.distributed import group_timeout
-
-    return COLLECTIVE_TIMEOUT_FRACTION * group_timeout().total_seconds()
-
-
-def leave_together() -> None:
-    """Leaves the process group with all ranks, or ends the process if that takes longer than a collective may."""
-    from megalite.engine.distributed import stop_distributed
-    from megalite.resilience.watchdog import leave_within
-
-    with leave_within(_longest_wait_s() + 60, HUNG_CODE):
-        stop_distributed()
 
 
 if __name__ == "__main__":

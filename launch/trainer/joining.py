@@ -1,4 +1,4 @@
-"""The start of a rank among the others: it meets them, or ends with the one that has failed."""
+"""A rank among the others: it meets them, or ends with the one that has failed, and leaves with them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
-from launch.errors import LaunchError
+from launch.errors import HUNG_CODE, LaunchError
 from launch.runtime.devices import Device
 from launch.runtime.logs import get_logger
 from launch.runtime.printing import say
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 WAITING_AGAIN_S = 60.0  # between two sentences about the same wait for other ranks
+COLLECTIVE_TIMEOUT_FRACTION = 5 / 6  # of the process group's timeout, within which rank 0 must join the others
 LOCAL_PATIENCE_S = 60.0  # in which ranks of one host come that only variables, perhaps left over, have made ranks
 
 
@@ -79,3 +80,19 @@ def lost_rank(error: Exception) -> str:
     from megalite.resilience.watchdog import lost_connection
 
     return lost_connection(error)
+
+
+def longest_wait_s() -> float:
+    """Returns how long the other ranks may wait for this one in a barrier, in seconds."""
+    from megalite.engine.distributed import group_timeout
+
+    return COLLECTIVE_TIMEOUT_FRACTION * group_timeout().total_seconds()
+
+
+def leave_together() -> None:
+    """Leaves the process group with all ranks, or ends the process if that takes longer than a collective may."""
+    from megalite.engine.distributed import stop_distributed
+    from megalite.resilience.watchdog import leave_within
+
+    with leave_within(longest_wait_s() + 60, HUNG_CODE):
+        stop_distributed()
