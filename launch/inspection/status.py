@@ -97,8 +97,14 @@ def read_status(run_dir: Path) -> RunStatus:
     if state is RunState.RUNNING and step is not None and total is not None:
         left = files.config.batches.steps_left(step, total) if files.config is not None else max(0, total - step)
         left_s = seconds_left(left, steps_s)
-    newest, _ = find_latest(run_dir / CHECKPOINTS)
-    checkpoint = step_of(newest.name) if newest is not None and STEP.fullmatch(newest.name) else None
+    problems = list(files.problems)
+    try:
+        newest, _ = find_latest(run_dir / CHECKPOINTS)
+        checkpoint = step_of(newest.name) if newest is not None and STEP.fullmatch(newest.name) else None
+    except OSError as error:  # the rest of the run is told all the same
+        problems.append(f"{run_dir / CHECKPOINTS} cannot be read: {error.strerror or error}")
+        saved = [number(event.get("step")) for event in files.events if event["event"] == "saved"]
+        checkpoint = int(saved[-1] or 0) if saved else None
     process = holder.process if holder is not None else number(session[0].get("process")) if session else None
     return RunStatus(
         run_dir=run_dir,
@@ -122,7 +128,7 @@ def read_status(run_dir: Path) -> RunStatus:
         sessions=sum(event["event"] == "started" for event in files.events) + is_starting,
         without_record=_without_record(files, step or 0, checkpoint or 0),
         events=files.events,
-        problems=files.problems,
+        problems=tuple(problems),
     )
 
 

@@ -105,7 +105,8 @@ def _read_line(path: Path, number: int, line: str) -> Host | None:
         remedy = "a user name belongs in ~/.ssh/config" if "@" in name else ""
         if as_mpi := re.fullmatch(rf"({NAME.pattern}):([0-9]{{1,6}})", name):  # MPICH's form, and Horovod's
             remedy = f"write `{as_mpi[1]} slots={as_mpi[2]}`"
-        raise _mistake(path, number, column, f"{name!r} is not a host's name{f' ({remedy})' if remedy else ''}")
+        remedy = remedy or "write one host a line by its name or IPv4 address, as in `node1 slots=8`"
+        raise _mistake(path, number, column, f"{name!r} is not a host's name ({remedy})")
     if not rest:
         raise _mistake(path, number, len(text), f"slots=NUMBER is missing after {name}, as in `{name} slots=8`")
     slots, column = rest[0]

@@ -47,6 +47,8 @@ def rank_environment(
     wanted["DS_ACCELERATOR"] = "cuda" if on_gpu else "cpu"  # else DeepSpeed takes a CPU where torch finds no GPU
     cores = cores or cpu_count()
     threads = max(1, cores // ranks) if options.threads_per_rank == "auto" else options.threads_per_rank
+    if users := os.environ.get(THREADS):
+        threads = int(users.partition(",")[0])
     wanted[THREADS] = str(threads)
     reasons.append(f"{plural(threads, 'thread')} each")
     if options.malloc_tunables:

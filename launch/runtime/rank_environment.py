@@ -195,7 +195,10 @@ def _from_pmi(environment: Environment) -> Rank | None:
         return None
     rank, size = _all(environment, "MPI", ["PMI_RANK", "PMI_SIZE"])
     if local is None and size > 1:
-        raise LaunchError("PMI_RANK says which rank this is, and nothing says which one of its host: set LOCAL_RANK")
+        raise LaunchError(
+            "PMI_RANK says which rank this is, and nothing says which one of its host: set LOCAL_RANK, or "
+            "unset PMI_RANK if no launcher has started this"
+        )
     several = _number(environment, "MPI_LOCALNRANKS") < size if "MPI_LOCALNRANKS" in environment else None
     return Rank(rank, _number(environment, local) if local else 0, size, "MPI", several)
 
@@ -225,7 +228,10 @@ def _from_pmix(environment: Environment) -> Rank | None:
     if "PMIX_RANK" not in environment:
         return None
     if "WORLD_SIZE" not in environment or not {"LOCAL_RANK", "PMIX_LOCAL_RANK"} & environment.keys():
-        raise LaunchError("PMIX_RANK says which rank this is, but not of how many: set LOCAL_RANK and WORLD_SIZE too")
+        raise LaunchError(
+            "PMIX_RANK says which rank this is, but not of how many: set LOCAL_RANK and WORLD_SIZE too, or unset "
+            "PMIX_RANK if no launcher has started this"
+        )
     local = "LOCAL_RANK" if "LOCAL_RANK" in environment else "PMIX_LOCAL_RANK"
     return Rank(
         _number(environment, "PMIX_RANK"), _number(environment, local), _number(environment, "WORLD_SIZE"), "PMIx"
@@ -264,7 +270,8 @@ def _master(environment: Environment, found: Rank) -> tuple[str, int]:
     address = environment.get("MASTER_ADDR") or address
     if not address:
         raise LaunchError(
-            "nothing says where the ranks meet: set MASTER_ADDR to the host of rank 0, on all hosts alike"
+            "nothing says where the ranks meet: set MASTER_ADDR to the host of rank 0, on all hosts alike, or unset "
+            "the variables of ranks if no launcher has started this"
         )
     port = _number(environment, "MASTER_PORT") if "MASTER_PORT" in environment else port or DEFAULT_PORT
     if not 0 < port < 1 << 16:
@@ -280,7 +287,10 @@ def _port(number: int) -> int:
 def _all(environment: Environment, launcher: str, names: Sequence[str]) -> list[int]:
     missing = [name for name in names if name not in environment]
     if missing:
-        raise LaunchError(f"{launcher} has set {names[0]} but not {_listed(missing)}: set RANK, LOCAL_RANK, WORLD_SIZE")
+        raise LaunchError(
+            f"{launcher} has set {names[0]} but not {_listed(missing)}: set RANK, LOCAL_RANK, WORLD_SIZE, or unset "
+            f"{names[0]} if no launcher has started this"
+        )
     return [_number(environment, name) for name in names]
 
 

@@ -32,6 +32,7 @@ from launch.trainer.run_summary import (
     summary_lines,
     warning_of_long_step,
     warning_of_room,
+    warning_of_warmup,
 )
 from launch.trainer.start_checks import CheckedRun, RunPosition, check_start
 from launch.trainer.start_flags import NO_FLAGS, StartFlags
@@ -168,9 +169,9 @@ def print_dry_run(config: Config, flags: StartFlags = NO_FLAGS, *, full: bool = 
     for notice in (*run.notices, *layout.notices, *position.data.notices, *position.start.notices):
         log.info(notice)
     long_step = warning_of_long_step(predicted["step_s"] or 0.0, run.config.training.global_batch_size)
-    for warning in (run.memory.warning if run.memory is not None else None, warning_of_room(run.config), long_step):
-        if warning is not None:
-            log.warning(warning)
+    memory = run.memory.warning if run.memory is not None else None
+    for warning in filter(None, (memory, warning_of_room(run.config), warning_of_warmup(run.config), long_step)):
+        log.warning(warning)
     say(f"dry run on {run.device}: nothing was started")
 
 

@@ -87,7 +87,7 @@ def tell_start(setup: RunSetup, devices: str, memory_warning: str | None) -> Non
     facts = run_facts(setup.config, setup.layout, setup.data, setup.start, devices)
     for label, text in summary_lines(facts):
         log.info(f"{label}: {text}")
-    for warning in filter(None, (memory_warning, warning_of_room(setup.config))):
+    for warning in filter(None, (memory_warning, warning_of_room(setup.config), warning_of_warmup(setup.config))):
         log.warning(warning)
 
 
@@ -217,6 +217,16 @@ def warning_of_long_step(step_s: float, global_batch_size: int) -> str | None:
     return (
         f"one step is predicted to take about {about(step_s)}, in which nothing is logged and a request to stop "
         f"has to wait: training.global_batch_size is {global_batch_size:,}"
+    )
+
+
+def warning_of_warmup(config: Config) -> str | None:
+    """Returns a warning where a run ends before its warmup does."""
+    if config.schedule.warmup_steps <= config.total_steps:
+        return None
+    return (
+        f"schedule.warmup_steps {config.schedule.warmup_steps:,} is longer than the run of {config.total_steps:,} "
+        "steps, which ends before it reaches optimizer.learning_rate"
     )
 
 

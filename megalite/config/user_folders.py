@@ -52,7 +52,8 @@ def _folder(variable: str, below_home: str) -> Path:
 def _may_be_written(folder: Path) -> bool:
     """Returns whether files can be made in a folder, or the folder can be made."""
     there = next((place for place in (folder, *folder.parents) if place.exists()), folder)
-    return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+    is_kernels = any(there.is_relative_to(place) for place in ("/proc", "/sys"))  # whose rights say nothing to root
+    return there.is_dir() and os.access(there, os.W_OK | os.X_OK) and not is_kernels
 
 
 def _temporary_folder() -> Path:

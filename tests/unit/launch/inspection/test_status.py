@@ -69,6 +69,21 @@ def test_a_run_that_was_killed_has_failed_and_has_no_time_left(make_run: MakeRun
     assert "10 steps have to be done again" in "\n".join(status_lines(status))
 
 
+def test_checkpoints_that_may_not_be_read_leave_the_rest_of_a_run(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_run(ending="ended")
+
+    def refuse(place: Path) -> None:  # as `is_dir` of what is in a folder without rights; tests may be root
+        raise PermissionError(13, "Permission denied", str(place / "checkpoints"))
+
+    monkeypatch.setattr("launch.inspection.status.find_latest", refuse)
+    (run,) = list_runs(folder.parent, 1)
+    assert (run.status.state, run.status.step, run.status.checkpoint) == (RunState.ENDED, 30, 20)
+    lines = "\n".join(status_lines(read_status(folder)))
+    assert "step 30 of 100" in lines and f"not read:    {folder}/checkpoints cannot be read: Permission denied" in lines
+
+
 @pytest.mark.parametrize(
     ("ending", "state"),
     [("ended", RunState.ENDED), ("interrupted", RunState.INTERRUPTED), ("preempted", RunState.PREEMPTED)],

@@ -487,6 +487,17 @@ def test_the_command_writes_a_config_that_loads_and_overwrites_nothing(tmp_path:
         ("a.json", '{"a": ', "cannot be read as JSON"),
         ("a.json", "[1]", "must hold names and values, but holds list data"),
         ("a.yaml", "distributed_type: FSDP\n", "is a config of Accelerate, which says nothing about model and data"),
+        (
+            "a.yml",
+            "base_model: x\nadapter: qlora\ndatasets: []\nmicro_batch_size: 2\n",
+            "is a config of Axolotl, which",
+        ),
+        ("a.yaml", "model_name_or_path: q\nstage: sft\nfinetuning_type: lora\n", "is a config of LLaMA-Factory, which"),
+        (
+            "a.json",
+            '{"output_dir": "x", "num_train_epochs": 3.0}',
+            "is a config of Hugging Face's Trainer, which is not",
+        ),
         ("a.yaml", "run_dir: x\nmodel: {}\ntraining: {}\n", "is a config of megalite already"),
         ("a.sh", "echo nothing\n", "has no words of another stack"),
         ("a.toml", "[job\n", "cannot be read as TOML"),

@@ -66,6 +66,10 @@ def test_hosts_in_their_order_with_comments_and_empty_lines(tmp_path: Path) -> N
         ("a slots=1\n b slots=1\na slots=2\n", "hosts:3:1: host a is already in line 1"),
         ("root@node1 slots=1\n", "hosts:1:1: 'root@node1' is not a host's name (a user name belongs in ~/.ssh/config)"),
         ("-oProxyCommand=x slots=1\n", "hosts:1:1: '-oProxyCommand=x' is not a host's name"),
+        *(
+            (f"{text}\n", f"hosts:1:1: {text.split()[0]!r} is not a host's name (write one host a line by its name or")
+            for text in ("node1,node2", "node[1-2] slots=8", "[gpu]", "::1 slots=2")
+        ),
         ("node1;reboot slots=1\n", "hosts:1:1: 'node1;reboot' is not a host's name"),
     ],
 )

@@ -204,9 +204,15 @@ WRONG = {
     ),
     "another rank": (OMPI | {"RANK": "0"}, "RANK is 0, but Open MPI has started this process as rank 3 of 4"),
     "half of Open MPI": ({"OMPI_COMM_WORLD_RANK": "0"}, "Open MPI has set OMPI_COMM_WORLD_RANK but not OMPI_COMM"),
-    "half of PMI": ({"PMI_RANK": "0"}, "MPI has set PMI_RANK but not PMI_SIZE"),
-    "no local rank": ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "nothing says which one of its host: set LOCAL_RANK"),
-    "PMIx alone": ({"PMIX_RANK": "0"}, "but not of how many: set LOCAL_RANK and WORLD_SIZE too"),
+    "half of PMI": (
+        {"PMI_RANK": "0"},
+        "MPI has set PMI_RANK but not PMI_SIZE: set .*, or unset PMI_RANK if no launcher",
+    ),
+    "no local rank": (
+        {"PMI_RANK": "0", "PMI_SIZE": "2"},
+        "nothing says which one of its host: set LOCAL_RANK, or unset PMI_RANK if no",
+    ),
+    "PMIx alone": ({"PMIX_RANK": "0"}, "but not of how many: set LOCAL_RANK and WORLD_SIZE too, or unset"),
     "several in a pod": (POD | {"PET_NPROC_PER_NODE": "8"}, "PET_NPROC_PER_NODE 8: let the pod's command be torchrun"),
     "elastic": (POD | {"PET_NNODES": "1:4"}, "PET_NNODES is 1:4 and PET_NPROC_PER_NODE 1: let"),
     "no node": (STEP | {"SLURM_STEP_NODELIST": "[1-2"}, r"SLURM_STEP_NODELIST is '\[1-2', which names no host"),

@@ -23,6 +23,7 @@ from launch.trainer.run_summary import (
     total_in_words,
     warning_of_long_step,
     warning_of_room,
+    warning_of_warmup,
 )
 from launch.trainer.start_checks import find_position
 from launch.trainer.start_flags import NO_FLAGS
@@ -119,6 +120,14 @@ def test_a_step_of_days_is_said_plainly() -> None:
     assert warning_of_long_step(60.0, 8) is None
     warning = warning_of_long_step(263_431.0, 1_000_000)
     assert warning is not None and "about 3 days" in warning and "global_batch_size is 1,000,000" in warning
+
+
+def test_a_warmup_that_never_ends_is_warned_of(tiny: dict[str, Any]) -> None:
+    for warmup, is_warned in ((4, False), (5, True)):
+        config = Config.model_validate(tiny | {"schedule": {"warmup_steps": warmup}}).model_copy(
+            update={"training": Config.model_validate(tiny).training.model_copy(update={"steps": 4})}
+        )
+        assert ("warmup_steps 5 is longer than the run of 4 steps" in str(warning_of_warmup(config))) == is_warned
 
 
 def test_a_disk_too_small_for_a_checkpoint_is_warned_of(tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,8 +49,9 @@ def test_threads_that_are_no_number_are_refused(
     monkeypatch.setenv("OMP_NUM_THREADS", threads)
     with pytest.raises(LaunchError, match=f"^OMP_NUM_THREADS={threads} is no number of threads: set it to at least 1"):
         check_start(config, NO_FLAGS, is_dry=True)
-    monkeypatch.setenv("OMP_NUM_THREADS", "2,1")  # of nested parallel regions
-    assert "OMP_NUM_THREADS as you set it" in check_start(config, NO_FLAGS, is_dry=True).environment_in_words
+    monkeypatch.setenv("OMP_NUM_THREADS", "77,1")  # of nested parallel regions
+    said = check_start(config, NO_FLAGS, is_dry=True).environment_in_words
+    assert "77 threads each" in said and "OMP_NUM_THREADS as you set it" in said
 
 
 @pytest.mark.parametrize("below", ["", "further/down"])

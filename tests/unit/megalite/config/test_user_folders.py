@@ -71,6 +71,14 @@ def test_a_home_that_cannot_be_written_keeps_its_settings(
     assert cache_folder() == Path("/scratch/cache/megalite"), "what the user has named stays"
 
 
+def test_a_home_of_the_kernel_takes_no_caches_though_root_may_write_everywhere(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: True)
+    monkeypatch.setenv("HOME", "/proc")
+    assert cache_folder() == temporary / "megalite" and Path(os.environ["MPLCONFIGDIR"]).parent == temporary
+
+
 def test_a_home_is_left_as_it_is(temporary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "mine" / "new"))  # it can be made
     (tmp_path / "mine").mkdir()
