@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from data_pipeline.errors import DataError, first_names
 from data_pipeline.files import sha256_of_file, write_atomically
 from data_pipeline.ownership import make_folder
-from data_pipeline.tokenizer_reading import TOKENIZER, TOKENIZER_CONFIG, TokenizerFile, inspect_tokenizer
+from data_pipeline.tokenizer_reading import TokenizerFile, inspect_tokenizer
+from data_pipeline.tokenizer_statements import TOKENIZER, TOKENIZER_CONFIG
 from data_pipeline.typed_json import STRICT, Count, of_json
 
 if TYPE_CHECKING:

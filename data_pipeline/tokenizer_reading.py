@@ -17,16 +17,21 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data_pipeline.errors import DataError, DataLimitError
+from data_pipeline.errors import DataError, DataLimitError, first_names
 from data_pipeline.files import sha256_of_file
 from data_pipeline.limited_process import LimitedProcess, ProcessRefusal
 from data_pipeline.neighbours import nearest
+from data_pipeline.tokenizer_statements import (
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    check_stated_ids,
+    check_types,
+    configuration,
+)
 
 if TYPE_CHECKING:
     import tokenizers
 
-TOKENIZER = "tokenizer.json"
-TOKENIZER_CONFIG = "tokenizer_config.json"
 PROCESSOR_S = 60.0  # to load a tokenizer, to try it out, and to encode a short text
 CHARACTERS_PER_S = 20_000  # that a slow tokenizer encodes; the slowest known do ten times as many
 MEMORY_BYTES = 4 << 30  # for each of these
@@ -91,7 +96,8 @@ def _inspected(path: Path, stamps: tuple[Any, ...]) -> TokenizerFile:
     """Inspects a tokenizer once per process; `stamps` are in the cache key because its files may be replaced."""
     harmless = is_harmless(path)
     loaded = load_tokenizer(path) if harmless else None
-    if loaded is not None and (ends := _plain_ends(path, _configuration(path.parent / TOKENIZER_CONFIG))) is not None:
+    if loaded is not None and (ends := _plain_ends(path, configuration(path.parent / TOKENIZER_CONFIG))) is not None:
+        check_stated_ids(path.parent, loaded)
         facts = {"vocab_size": vocabulary_size(loaded), "sha256": sha256_of_file(path), **ends}
     else:
         with HubTokenizer(path.parent) as reader:
@@ -104,19 +110,6 @@ def _inspected(path: Path, stamps: tuple[Any, ...]) -> TokenizerFile:
 def vocabulary_size(tokenizer: "tokenizers.Tokenizer") -> int:
     """Returns the largest id + 1."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-
-
-def _configuration(path: Path) -> dict[str, Any]:
-    """Returns the contents of a tokenizer_config.json; empty without one."""
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is not readable as JSON ({error}): save the tokenizer again") from error
-    if not isinstance(content, dict):
-        raise DataError(f"{path} is not readable as JSON (it is no object): save the tokenizer again")
-    return content
 
 
 def is_harmless(path: Path) -> bool:
@@ -289,9 +282,16 @@ class _Reader:
         self._folder = folder
         path = folder / TOKENIZER  # loaded first to say what is wrong with it: transformers names the missing key alone
         self._alone = load_tokenizer(path) if path.is_file() else None
+        check_types(folder)
         try:
             self._hub = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # transformers raises whatever the files lead it to
+            if "trust_remote_code" in str(error):
+                raise DataError(
+                    f"{folder}: 'auto_map' in its {TOKENIZER_CONFIG} or config.json names a program for its tokenizer, "
+                    "and none that a model brings is run: take 'auto_map' out and set 'tokenizer_class' to "
+                    f'"PreTrainedTokenizerFast", if {TOKENIZER} is all of it'
+                ) from None
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]  # of a KeyError the text is the key
             raise DataError(
                 f"{folder}: transformers cannot load its tokenizer ({reason}): save it again with save_pretrained, or "
@@ -314,9 +314,11 @@ class _Reader:
         if hub.chat_template:
             try:
                 templates = [hub.get_chat_template(), hub.get_chat_template(tools=[])]
-            except ValueError as error:
-                reason = " ".join(str(error).split())
-                raise DataError(f"{self._folder}: its chat template cannot be used: {reason}") from None
+            except ValueError:  # several, and none is named "default"
+                raise DataError(
+                    f"{self._folder}: its chat templates are named {first_names(sorted(hub.chat_template))}, and none "
+                    "of them 'default': copy the one that is meant into chat_template.jinja"
+                ) from None
         added = {} if backend is None else backend.get_added_tokens_decoder()
         return {
             "eos_token_id": hub.eos_token_id,
@@ -340,6 +342,7 @@ class _Reader:
         backend.no_padding()
         content, own = backend.to_str(), self._alone.to_str()
         read = self._alone if content == own else _without_limits_on_length(content)
+        check_stated_ids(self._folder, read)
         self._check_agreement(read)
         digest, differing = sha256_of_file(path), {}
         if content != own:

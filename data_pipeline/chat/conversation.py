@@ -17,6 +17,8 @@ ASSISTANT, USER, SYSTEM = "assistant", "user", "system"
 USUAL_ROLES = (SYSTEM, "developer", USER, ASSISTANT, "tool", "function")
 CHAT_FIELDS = ("messages", "conversations", "system", "prompt", "completion", "tools")
 CALLS = "function_call"  # whose value is JSON: a call of a tool, or a list of them
+CALL_FIELDS = ("tool_calls", CALLS)  # of a message, as interfaces write them
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 SENDERS = {
     "human": USER,
     "user": USER,
@@ -57,7 +59,11 @@ def conversation_of_row(fields: dict[str, Any], where: str) -> Conversation:
         raise DataError(f"{where} has no list of JSON objects in 'tools': describe each function by one")
     messages, prompt_messages = _of_any_form(fields, where)
     for number, message in enumerate(messages[prompt_messages:], start=prompt_messages + 1):
-        if message["role"] == ASSISTANT and message.get("weight", 1) != 1:
+        if message["role"] != ASSISTANT:
+            continue
+        if not message.get("content", "").strip() and not any(map(message.get, (*CALL_FIELDS, *REASONING_FIELDS))):
+            raise DataError(f"{where}, message {number} is an empty answer: leave the conversation out")
+        if message.get("weight", 1) != 1:
             raise DataError(
                 f"{where}, message {number} has the weight {message['weight']!r}, but every answer carries loss alike: "
                 "leave the conversation out, or make the messages up to it the prompt of a completion"

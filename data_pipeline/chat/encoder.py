@@ -135,6 +135,7 @@ def chat_encoder(
 def _tried_out(encoder: ChatEncoder) -> int | None:
     """Returns the token that ends a turn. Raises DataError for a tokenizer that does not do what is asked of it."""
     loaded = loaded_tokenizer(encoder.tokenizer, False)
+    _tools(encoder).turns.check_template()
     if encoder.special_tokens == "as-text":
         halves = [loaded.spans(half)[0] for half in ("a<", "|b")]
         if loaded.tokenizer.decode([*halves[0], *halves[1]]) != "a<|b":

@@ -25,6 +25,10 @@ class TemplateLimit(TemplateRefusal):
     """Raised for a template whose process ran too long, or broke."""
 
 
+class TemplateBroken(TemplateRefusal):
+    """Raised for a template that is no program, or does what none may, whatever the conversation."""
+
+
 class ChatPart(NamedTuple):
     """The first messages of a conversation to render, up to `stop`, with or without the prompt for an answer."""
 
@@ -53,7 +57,9 @@ class TemplateProcess:
         if self._child is None or self._child.has_ended:
             from transformers.utils import chat_template_utils  # before the fork: the next process needs it too
 
-            self._child = LimitedProcess(lambda: _renderer(self._template, chat_template_utils), MEMORY_BYTES)
+            self._child = LimitedProcess(
+                lambda: _renderer(self._template, chat_template_utils), MEMORY_BYTES, TemplateBroken
+            )
         try:
             rendered = self._child.ask([messages, renderings, tools], PROCESSOR_S)
         except ProcessLimit as error:
@@ -73,12 +79,21 @@ class TemplateProcess:
 def _renderer(template: ChatTemplate, library: Any) -> Callable[[Any], list[Rendered]]:
     """Returns the function that answers requests; runs in the forked process alone."""
     from jinja2.defaults import DEFAULT_NAMESPACE
+    from jinja2.exceptions import SecurityError, TemplateSyntaxError
     from jinja2.filters import FILTERS
 
     FILTERS["random"] = DEFAULT_NAMESPACE["lipsum"] = _refuse_chance
     library.datetime = _ChosenDate(template.date)  # of strftime_now
 
     def render(request: Any) -> list[Rendered]:
+        try:
+            return rendered_parts(request)
+        except TemplateSyntaxError as error:
+            raise TemplateBroken(f"line {error.lineno}: {error}") from None
+        except (SecurityError, OverflowError) as error:  # the second for a range that is too long
+            raise TemplateBroken(str(error)) from None
+
+    def rendered_parts(request: Any) -> list[Rendered]:
         messages, renderings, tools = request
         rendered: list[Rendered] = []
         for stop, add_generation_prompt in renderings:

@@ -8,7 +8,9 @@ from pathlib import Path
 
 from data_pipeline.errors import DataError
 from data_pipeline.tokenizer_reading import HubTokenizer
+from data_pipeline.tokenizer_statements import TOKENIZER_CONFIG, configuration
 
+_TEMPLATE = "chat_template.jinja"
 _GENERATION = re.compile(r"{%-?\s*generation\s*-?%}")
 
 
@@ -26,6 +28,11 @@ class ChatTemplate:
         """Returns the SHA-256 of everything that determines what is rendered."""
         facts = [self.text, self.tool_text, self.special_tokens, *([self.date] if self.date else [])]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+    def place(self) -> Path:
+        """Returns the file that probably has the template."""
+        folder = Path(self.folder)
+        return folder / (_TEMPLATE if (folder / _TEMPLATE).is_file() else TOKENIZER_CONFIG)
 
     def program(self, has_tools: bool) -> str:
         """Returns the template for a conversation with or without tools."""
@@ -45,6 +52,12 @@ def read_chat_template(folder: Path, date: str | None) -> ChatTemplate:
 def chat_template_of(tokenizer: HubTokenizer, date: str | None) -> ChatTemplate:
     """Returns the template of a tokenizer. Raises DataError if it has none."""
     if tokenizer.templates is None:
+        for name in ("chat_template.json", "processor_config.json"):  # of processors for images and sound
+            if configuration(tokenizer.folder / name).get("chat_template"):
+                raise DataError(
+                    f"{tokenizer.folder / name} has a chat template in 'chat_template', and its tokenizer has none: "
+                    f"copy that text into {_TEMPLATE} beside it"
+                )
         raise DataError(
             f"{tokenizer.folder}: its tokenizer has no chat template: give the tokenizer of a model that was made for "
             "chats, or write one into chat_template.jinja"

@@ -9,10 +9,24 @@ such as one that takes away old reasoning, is refused: a model would be trained 
 from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from data_pipeline.chat.conversation import ASSISTANT, USER, Conversation, Message
-from data_pipeline.chat.renderer import ChatPart, Rendered, TemplateLimit, TemplateProcess, TemplateRefusal
+from data_pipeline.chat.conversation import (
+    ASSISTANT,
+    CALL_FIELDS,
+    REASONING_FIELDS,
+    USER,
+    Conversation,
+    Message,
+)
+from data_pipeline.chat.renderer import (
+    ChatPart,
+    Rendered,
+    TemplateBroken,
+    TemplateLimit,
+    TemplateProcess,
+    TemplateRefusal,
+)
 from data_pipeline.chat.template import ChatTemplate, chat_template_of
 from data_pipeline.errors import DataError, DataLimitError
 from data_pipeline.tokenizer_reading import HubTokenizer
@@ -21,6 +35,8 @@ TrainOn = Literal["all-turns", "last-turn"]
 """all-turns: every message of the assistant carries loss; last-turn: those after the last message of the user."""
 
 _MARK = "put {% generation %} and {% endgeneration %} around what the assistant writes, its end token included"
+
+_BESIDE_CONTENT = (CALL_FIELDS, REASONING_FIELDS)
 
 _SAID = {"content": "x"}  # in conversations that try out a template
 
@@ -60,9 +76,25 @@ class TurnFinder:
         if self.train_on == "last-turn":
             roles = [message["role"] for message in conversation.messages]
             first = max([first, *(number for number, role in enumerate(roles, start=1) if role == USER)])
+        self._check_written(conversation, first, where)
         if self.template.marks_generation(conversation.tools is not None):
             return self._marked(conversation, first, where)
         return self._by_prefixes(conversation, first, where)
+
+    def check_template(self) -> None:
+        """Raises DataError for a template that is broken, or does not end for two short messages."""
+        try:
+            self.process.render([{"role": role, **_SAID} for role in (USER, ASSISTANT)], [ChatPart(2, False)])
+        except (TemplateBroken, TemplateLimit) as error:
+            raise self._unusable(error) from None
+        except TemplateRefusal:
+            pass  # of this conversation
+
+    def _unusable(self, error: TemplateRefusal) -> DataLimitError:
+        return DataLimitError(
+            f"{self.template.place()}: the chat template cannot be used, {error}: correct it, or take it from the "
+            "model's source"
+        )
 
     def around_answers(self) -> list[tuple[str, str]]:
         """Returns pairs of texts: what the second has beyond the first is a turn of another, or an answer's prompt.
@@ -98,11 +130,42 @@ class TurnFinder:
         except TemplateRefusal:
             return None
         end = self._end_of_turn(text, 0)
-        return None if end is None else next(token for token in self._end_tokens if text[:end].endswith(token))
+        return None if end is None else self._token_at_end(text[:end])
 
     def text_of(self, conversation: Conversation, where: str) -> str:
         """Returns the whole of a conversation as text."""
         return self._render(conversation, [ChatPart(len(conversation.messages), False)], where)[0].text
+
+    def _check_written(self, conversation: Conversation, first: int, where: str) -> None:
+        """Raises DataError for calls of tools, or for reasoning of an answer from number `first` on, that the template
+        leaves out: an answer would be trained as if it were another, or empty. Marks at the ends of these show it."""
+        messages = list(conversation.messages)
+        asked: list[tuple[int, tuple[str, ...]]] = []  # a message, and fields of which the template must write one
+        for number in _answers(conversation, 0):
+            calls, reasoning = ([name for name in names if messages[number].get(name)] for names in _BESIDE_CONTENT)
+            text = ["content"] if str(messages[number].get("content", "")).strip() and (calls or reasoning) else []
+            groups = [calls, reasoning, text] if number >= first else [calls]
+            asked += [(number, tuple(names)) for names in groups if names]
+            changed = {
+                name: _with_mark(messages[number][name], _mark(number, name)) for name in (*calls, *reasoning, *text)
+            }
+            messages[number] = messages[number] | changed
+        if not asked:
+            return
+        try:
+            parts = [ChatPart(number + 1, False) for number, _ in asked]
+            made = self.process.render(messages, parts, conversation.tools)
+        except TemplateRefusal:
+            return  # it takes no other names, or refuses the conversation itself and is asked again
+        for (number, names), shown in zip(asked, made, strict=True):
+            of = messages[number]
+            counts = {name: len(of[name]) if isinstance(of[name], list) else 1 for name in names}
+            if not any(shown.text.count(_mark(number, name)) >= count for name, count in counts.items()):
+                raise DataError(
+                    f"{where}: the chat template of {self.template.folder} does not write {names[0]} of message "
+                    f"{number + 1}, or not all of it, so that a model would learn an answer without it: give a "
+                    "template that does, or leave the conversation out"
+                )
 
     def _marked(self, conversation: Conversation, first: int, where: str) -> Turns:
         """Takes the stretches that the template marks, from the message number `first` on."""
@@ -163,10 +226,16 @@ class TurnFinder:
                 raise DataError(
                     f"{where}, message {number + 1}: the chat template of {self.template.folder} writes no special "
                     "token at the end of an assistant's turn, so that a model would not learn to end: add "
-                    "{{ eos_token }} there"
+                    f"{{{{ eos_token }}}} there; or, if an added token ends it, in {answer.text.rstrip()[-16:]!r}, "
+                    'which is not marked special in tokenizer.json, set "special" to true for it'
                 )
             if end is None or not text.startswith(prompt.text) or not text.startswith(answer.text[:end]):
                 raise self._rewritten(number + 1, where)
+            if not answer.text[begin:end].removesuffix(self._token_at_end(answer.text[:end])).strip():
+                raise DataError(
+                    f"{where}, message {number + 1}: the chat template of {self.template.folder} writes nothing of "
+                    "this answer, so that a model would learn to answer nothing: leave the conversation out"
+                )
             trained.append((begin, end))
         return Turns(text, trained)
 
@@ -174,16 +243,20 @@ class TurnFinder:
         """Returns where the turn at the end of `text` ends: behind the first of the special tokens that close it."""
         end = None
         while (rest := text.rstrip()).endswith(self._end_tokens):
-            token = next(token for token in self._end_tokens if rest.endswith(token))
-            text = rest[: -len(token)]
+            text = rest[: -len(self._token_at_end(rest))]
             if len(text) < begin:
                 break
             end = len(rest)
         return end
 
+    def _token_at_end(self, text: str) -> str:
+        return next(token for token in self._end_tokens if text.endswith(token))
+
     def _render(self, conversation: Conversation, renderings: list[ChatPart], where: str) -> list[Rendered]:
         try:
             return self.process.render(conversation.messages, renderings, conversation.tools)
+        except TemplateBroken as error:
+            raise self._unusable(error) from None
         except TemplateLimit as error:
             raise DataLimitError(
                 f"{where}: the chat template of {self.template.folder} was given up for its "
@@ -210,6 +283,20 @@ def _answers(conversation: Conversation, first: int) -> list[int]:
 def _around(answers: list[int]) -> list[ChatPart]:
     """Returns the conversation as the prompt of each answer, and up to the answer."""
     return [part for number in answers for part in (ChatPart(number, True), ChatPart(number + 1, False))]
+
+
+def _mark(number: int, field: str) -> str:
+    """Returns letters that stand in no other message, nor in another field of it."""
+    return f"zq{number}{field.replace('_', '')}qz"
+
+
+def _with_mark(value: Any, mark: str) -> Any:
+    """Returns a text, or the names of called functions, with a mark behind it."""
+    if isinstance(value, list):
+        return [_with_mark(one, mark) for one in value]
+    if isinstance(value, dict):
+        return {name: _with_mark(v, mark) if name in ("function", "name") else v for name, v in value.items()}
+    return value + mark if isinstance(value, str) else value
 
 
 def _marks(made: Rendered) -> list[tuple[int, int]]:

@@ -1,5 +1,6 @@
 """Files that are read through a decompressor, chosen by their ending, and the reasons for which one cannot be."""
 
+import codecs
 import io
 import lzma
 import re
@@ -10,6 +11,7 @@ from functools import partial
 from typing import Any, cast
 
 from data_pipeline.errors import DataError
+from data_pipeline.sources.document import not_utf8
 from data_pipeline.sources.remote_file import Place, RemoteFile, open_file, size_of
 
 _CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4", ".xz": "xz"}
@@ -77,6 +79,16 @@ def open_text(path: Place, about_bytes: int = 0) -> Iterator[io.BufferedReader]:
         if isinstance(error, OSError) and error.errno is not None:  # the disk's, not the decompressor's
             raise
         raise DataError(f"{path} {_what_is_wrong(path, str(error).partition(chr(10))[0])}") from error
+
+
+def refuse_other_kind(stream: io.BufferedReader, path: Place) -> None:
+    """Raises DataError where the first bytes of a file are of no text, but of a compressed file, or of UTF-16."""
+    start = stream.peek(_HEAD_BYTES)
+    kind = next((kind for kind, bytes_ in _BEGINNINGS.items() if start.startswith(bytes_)), None)
+    if kind is not None and not _BEGINNINGS[kind].isascii():
+        raise DataError(f"{path} is a {kind} file by its first bytes, and no text: give it the ending of what it is")
+    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise not_utf8(str(path), start)
 
 
 def _decompressed(path: Place, about_bytes: int) -> io.RawIOBase:

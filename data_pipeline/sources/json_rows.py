@@ -11,7 +11,7 @@ from io import BufferedReader
 from typing import Any
 
 from data_pipeline.errors import DataError
-from data_pipeline.sources.compressed import is_compressed, name_inside, open_text, size_of_text
+from data_pipeline.sources.compressed import is_compressed, name_inside, open_text, refuse_other_kind, size_of_text
 from data_pipeline.sources.document import (
     LONGEST_ROW,
     Document,
@@ -76,6 +76,8 @@ class JsonRows:
     def rows(self, on_bad_row: OnBadRow, stretch: Stretch = WHOLE) -> Iterator[tuple[str, Any]]:
         """Yields the values on the lines that begin in a stretch, each with its place, or those of an array."""
         with open_text(self.path, stretch.size_bytes) as stream:
+            if not stretch.begin:
+                refuse_other_kind(stream, self.path)
             if not stretch.begin and self.may_be_array and _begins_array(stream):
                 yield from array_rows(stream, str(self.path), self.longest)
                 return

@@ -46,7 +46,9 @@ class AdapterExport:
     dtype: str
     tokenizer: list[Path]
     notices: tuple[str, ...]
-    ends: int | list[int] | None = None  # eos_token_id of a model that has learned to end answers; None: as before
+    ends: int | list[int] | None = (
+        None  # eos_token_id of a model that has learned to end by others than its base; None: as before
+    )
 
     @cached_property
     def modules(self) -> Mapping[str, tuple[str, str]]:
@@ -109,8 +111,9 @@ def plan_adapters(export: AdapterExport, folder: Path) -> ConversionPlan:
     notices = [*export.notices, base]
     if export.ends is not None:
         notices.append(
-            f"answers end at token {export.ends}, and peft stops where the base model's {GENERATION_CONFIG} says: give "
-            f"generate eos_token_id={export.ends}, as the {GENERATION_CONFIG} here has it, or export with --merge"
+            f"what it writes ends at token {export.ends}, and peft stops where the base model's {GENERATION_CONFIG} "
+            f"says: give generate eos_token_id={export.ends}, as the {GENERATION_CONFIG} here has it, or export with "
+            "--merge"
         )
     return ConversionPlan(
         source=str(export.reader.folder),

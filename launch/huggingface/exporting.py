@@ -172,8 +172,9 @@ def _adapters(reader: MergedReader, dtype: str | None, tokenizer: str | Path | N
     model_type = export.model.model_type
     ends = turn_ends(reader.manifest.config, export.tokenizer)
     kept = reader.manifest.config.get("hugging_face") or {}
-    known = [(kept.get(name) or {}).get("eos_token_id") for name in ("generation_config", "config")]
-    stops = with_ends(ends, next((one for one in known if one is not None), None)) if ends else None
+    stated = [(kept.get(name) or {}).get("eos_token_id") for name in ("generation_config", "config")]
+    known = next((one for one in stated if one is not None), None)
+    stops = with_ends(ends, known) if ends and set(ends) - set(_listed(known)) else None
     return AdapterExport(reader, model_type, export.layout, export.dtype, export.tokenizer, export.notices, stops)
 
 
@@ -210,7 +211,7 @@ def _prepare(reader: MergedReader, dtype: str | None, tokenizer: str | Path | No
 
 
 def turn_ends(config: Mapping[str, Any], tokenizer: list[Path]) -> list[int]:
-    """Returns the tokens by which answers end that a checkpoint was trained on; none if it was trained on text.
+    """Returns the tokens by which the answers and documents end that a checkpoint was trained on, in this order.
 
     config: of its manifest, where an older version's data are null: then it is asked of the tokenizer's chat template.
     """
@@ -223,9 +224,12 @@ def turn_ends(config: Mapping[str, Any], tokenizer: list[Path]) -> list[int]:
 
 def with_ends(ends: list[int], others: int | list[int] | None) -> int | list[int]:
     """Returns the value of `eos_token_id` that ends a text at these tokens, and at the others as before."""
-    known = [others] if isinstance(others, int) else others or []
-    all_ends = list(dict.fromkeys([*ends, *known]))
+    all_ends = list(dict.fromkeys([*ends, *_listed(others)]))
     return all_ends if len(all_ends) > 1 else all_ends[0]
+
+
+def _listed(ends: int | list[int] | None) -> list[int]:
+    return [ends] if isinstance(ends, int) else ends or []
 
 
 def _token_ids(tokenizer: list[Path]) -> dict[str, Any]:

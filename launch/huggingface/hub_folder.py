@@ -26,7 +26,7 @@ SMALL_FILES = ["*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt"]
 WEIGHTS, PICKLES = ["model*.safetensors"], ["pytorch_model*.bin"]
 IGNORED = ["*/*.json", "*/*.model", "consolidated*"]  # in original/, onnx/ and the like
 BASE_MODEL = "base_model"  # the key in the config of a run's manifests that names the model it began with
-ENDS_OF_TURNS = "ends_of_turns"  # and the one with the tokens by which answers end that it was trained on
+ENDS_OF_TURNS = "ends_of_turns"  # and the one with the tokens that end the answers and texts it was trained on
 
 
 def is_hub_id(place: str | Path) -> bool:

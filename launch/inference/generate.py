@@ -70,6 +70,7 @@ class TextStream:
 
 
 Write = Callable[[str], object]
+MOST_NEW_TOKENS = 1_000_000  # the cache has room for all of them from the beginning on
 LEAST_TEMPERATURE = 1e-6  # logits divided by a smaller one may be infinite
 
 
@@ -90,6 +91,8 @@ class GenerateRequest:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1 or (self.top_k is not None and self.top_k < 1):
             raise LaunchError("max_new_tokens and top_k are at least 1")
+        if self.max_new_tokens > MOST_NEW_TOKENS:
+            raise LaunchError(f"max_new_tokens {self.max_new_tokens:,} is more than {MOST_NEW_TOKENS:,}: ask for fewer")
         if self.temperature != 0 and not LEAST_TEMPERATURE <= self.temperature < math.inf:
             raise LaunchError(
                 f"temperature {self.temperature} is neither 0 nor a finite number from {LEAST_TEMPERATURE} on"
@@ -165,6 +168,7 @@ def generations(request: GenerateRequest, loaded: Loaded, write: Write) -> Itera
     sampling = Sampling(request.temperature, request.top_k, request.top_p)
     with _dialogue(request, stored, tokenizer) as dialogue:
         ends = stored.end_tokens(tokenizer) | (dialogue.end_of_turn if dialogue else frozenset())
+        warned = len(request.prompts) == 1 or dialogue is None or not loaded.is_rank_zero  # all was said beforehand
         for number, prompt in enumerate(request.prompts or _typed_messages()):
             try:
                 tokens = _prompt_tokens(request, stored, tokenizer, dialogue, number, prompt)
@@ -173,6 +177,7 @@ def generations(request: GenerateRequest, loaded: Loaded, write: Write) -> Itera
                     raise
                 log.error("%s", error)  # the conversation goes on without this message
                 continue
+            warned = warned or _warn_of_length(stored.model, len(tokens), request.max_new_tokens)
             generator = torch.Generator().manual_seed(request.seed + number)
             choose = partial(sampling.choose, generator=generator)
             stream, pieces = TextStream(tokenizer, tokens), []
@@ -251,6 +256,20 @@ def _room(model: ModelConfig, prompt_tokens: int) -> int:
     return model.max_position_embeddings + 1 - prompt_tokens
 
 
+def _warn_of_length(model: ModelConfig, prompt_tokens: int, new: int) -> bool:
+    """Warns of more tokens than the model is meant for; returns whether it did."""
+    room = _room(model, prompt_tokens)
+    if new > room:
+        log.warning(
+            "%d tokens of the prompt and up to %d new ones are more than the %d this model is meant for: %s",
+            prompt_tokens,
+            new,
+            model.max_position_embeddings,
+            f"ask for {room} new ones" if room > 0 else "shorten the prompt",
+        )
+    return new > room
+
+
 def _tokens_of(prompt: str, tokenizer: HubTokenizer) -> list[int]:
     ids = tokenizer.ids(prompt)
     start = [token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id) if token is not None][:1]
@@ -269,16 +288,8 @@ def run(request: GenerateRequest) -> int:
                 len(_prompt_tokens(request, stored, tokenizer, dialogue, number, prompt))
                 for number, prompt in enumerate(request.prompts)
             ]
-        longest = max(lengths, default=0)
-        room = _room(stored.model, longest)
-        if request.max_new_tokens > room:  # said before the first token: the last may take minutes
-            log.warning(
-                "%d tokens of the prompt and up to %d new ones are more than the %d this model is meant for: %s",
-                longest,
-                request.max_new_tokens,
-                stored.model.max_position_embeddings,
-                f"ask for {room} new ones" if room > 0 else "shorten the prompt",
-            )
+        if not request.chat or len(request.prompts) == 1:  # other conversations grow, and are asked at each turn
+            _warn_of_length(stored.model, max(lengths, default=0), request.max_new_tokens)
 
     return run_anywhere("launch.inference.generate", request, check, show)
 

@@ -49,7 +49,7 @@ class RunData:
     tokenizer_sha256: str | None
     notices: tuple[str, ...]
     tokenizer_files: bool = False  # all its files were read when they were prepared
-    ends_of_turns: tuple[int | None, ...] = ()  # of conversations; None: older versions did not record it
+    ends_of_turns: tuple[int | None, ...] = ()  # and of documents; None: older versions recorded none for chats
 
     def from_position(self, config: Config, followed: FollowedMix) -> RunData:
         """Returns the data of a run that goes on from a position, from which `config` counts its length.
@@ -84,6 +84,10 @@ def open_data(config: Config) -> RunData:
         )
     meta = metas.get(config.data.prefixes[0])
     trained = [metas[prefix] for prefix in config.data.prefixes if prefix in metas]
+    turns = [meta.end_of_turn_id for meta in trained if meta.train_on]
+    texts_with_end = [
+        meta for meta in trained if meta.append_eos and not meta.train_on and meta.eos_token_id is not None
+    ]
     notices = [samples.notice() for samples in (training, *(one.samples for one in validation))]
     notices += [_nothing_held_out(config, name, text) for name, text in texts.items()]
     return RunData(
@@ -93,7 +97,7 @@ def open_data(config: Config) -> RunData:
         meta.tokenizer_sha256 if meta else None,
         tuple(notice for notice in notices if notice),
         meta is not None and meta.tokenizer_files,
-        tuple(dict.fromkeys(meta.end_of_turn_id for meta in trained if meta.train_on)),
+        tuple(dict.fromkeys([*turns, *(meta.eos_token_id for meta in texts_with_end)])),
     )
 
 

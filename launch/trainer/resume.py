@@ -60,7 +60,7 @@ class Start:
     base_model: str | None = None  # the Hugging Face model that the run began with, however often it was resumed
     tokenizer: Path | None = None  # folder of the model's tokenizer, of which the run keeps a copy; None: there is none
     changes: tuple[OptionChange, ...] = ()  # of the config since the checkpoint of a resume
-    ends_of_turns: tuple[int | None, ...] = ()  # of the conversations among the data
+    ends_of_turns: tuple[int | None, ...] = ()  # of the conversations and documents of the data
 
     @property
     def step(self) -> int:
@@ -99,8 +99,8 @@ class Start:
     @property
     def inherited(self) -> dict[str, Any]:
         """Special tokens and generation config of the Hugging Face model that this run, or the run that wrote its
-        checkpoint, was initialized from; the place of that of this run; and the tokens that end answers, once the
-        weights have been trained on some."""
+        checkpoint, was initialized from; the place of that of this run; and the tokens that end answers and documents,
+        once the weights have been trained on some."""
         saved = self.manifest.config if self.manifest else {}
         found = {
             IMPORTED: self.hub.carried() if self.hub is not None else saved.get(IMPORTED),

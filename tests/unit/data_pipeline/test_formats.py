@@ -178,11 +178,15 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
     "strings.json": (b'["a", "b"]', "row 0 is not a JSON object"),
     "object.json": (b'{\n  "text": "a"\n}', "line 1 is not JSON"),
     "cut.json": (b'[{"text": "a"},', r"cut.json, row 1 is not JSON \(.*\): put one array of JSON objects"),
-    "wide.jsonl": ('{"text": "a"}\n'.encode("utf-16"), "line 1 is not UTF-8 text, it looks like UTF-16: convert it"),
+    "wide.jsonl": (
+        '{"text": "a"}\n'.encode("utf-16"),
+        "wide.jsonl is not UTF-8 text, it looks like UTF-16: convert it",
+    ),
     "plain.jsonl": ('{"text": "a"}\n'.encode("utf-16-be"), "line 1 is not UTF-8 text, it looks like UTF-16: convert"),
-    "wide.json": ('[{"text": "a"}]'.encode("utf-16"), "wide.json, line 1 is not UTF-8 text, it looks like UTF-16"),
+    "wide.json": ('[{"text": "a"}]'.encode("utf-16"), "wide.json is not UTF-8 text, it looks like UTF-16"),
     "wide.csv": ("text\na\n".encode("utf-16"), "wide.csv, line 1 is not UTF-8 text, it looks like UTF-16"),
     "wide.txt": ("a".encode("utf-16"), r"wide.txt is not UTF-8 text \(byte 0\), it looks like UTF-16: convert it"),
+    "packed.jsonl": (gzip.compress(b'{"text": "a"}'), "packed.jsonl is a gzip file by its first bytes"),
     "number.json": (b"7", "line 1 is not a JSON object"),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -204,3 +205,31 @@ def test_a_prompt_at_which_a_tokenizer_does_harm_ends_no_command(harm: tuple[Pat
         with pytest.raises(DataError, match=r"is not usable") as caught:
             tokenizer.ids(text)
     assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
+
+
+_SPECIAL = flags("<x>", special=True)
+MISSTATED: dict[str, tuple[Files, Files, str]] = {
+    "an id behind a gap": ({"added_tokens.json": {"<pad>": 9640}}, {}, "added_tokens.json gives '<pad>' the id 9640,"),
+    "an id of another token": (
+        {"tokenizer_config.json": {"added_tokens_decoder": {"5": _SPECIAL}}}, {}, "_config.json gives '<x>' the id 5,"
+    ),
+    "a huge id": ({}, {"added_tokens": [_SPECIAL | {"id": 3_000_000_000}]}, "json gives '<x>' the id 3000000000, and"),
+    "an id as text": ({"added_tokens.json": {"<a>": "600"}}, {}, "added_tokens.json has str as the id of '<a>'"),
+    "no id": ({"tokenizer_config.json": {"added_tokens_decoder": {"a": _SPECIAL}}}, {}, "has 'a' in 'added_tokens_dec"),
+    "two end tokens": ({"tokenizer_config.json": {"eos_token": ["it"]}}, {}, "_config.json has list in 'eos_token'"),
+    "a program": (
+        {"tokenizer_config.json": {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}},
+        {}, "'auto_map' in its tokenizer_config.json",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MISSTATED)
+def test_a_stated_id_that_transformers_does_not_give_is_refused(
+    case: str, tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    """A pretrained model would be trained with another row of its embedding for the token, without a word."""
+    files, rules, sentence = MISSTATED[case]
+    with pytest.raises(DataError, match=re.escape(sentence)) as caught:
+        inspect_tokenizer(folder_with(tokenizer_folder, tmp_path / "tok", files, rules))
+    assert str(tmp_path / "tok") in str(caught.value)

@@ -3,6 +3,7 @@ and the token that ends its turn, nothing of the prompts; a template that leaves
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from itertools import groupby
@@ -13,6 +14,7 @@ import pytest
 import transformers
 from tokenizers import normalizers
 
+from data_pipeline.chat import renderer
 from data_pipeline.chat.conversation import conversation_of_row
 from data_pipeline.chat.encoder import ChatEncoder, chat_encoder
 from data_pipeline.errors import DataError
@@ -58,7 +60,7 @@ def theirs(encoder: ChatEncoder, row: dict[str, Any], **options: Any) -> Any:
     return tokenizer.apply_chat_template(row["messages"], tools=row.get("tools"), return_dict=True, **options)
 
 
-TURNS = ("def f(x):", "It is a function 🙂.", "And\nthis?  ", "Nothing,\n\nreally", "import os", "")
+TURNS = ("def f(x):", "It is a function 🙂.", "And\nthis?  ", "Nothing,\n\nreally", "import os", "Yes")
 
 
 @pytest.mark.parametrize("family", TEMPLATES)
@@ -69,11 +71,11 @@ def test_loss_falls_on_answers_and_the_tokens_that_end_them(family: str, encoder
     assert trained(encoder, row) == [lead + answer + end for answer in TURNS[1::2]]
     assert encode(encoder, row).ids == theirs(encoder, row)["input_ids"]
     as_pair = {"prompt": row["messages"][:-1], "completion": row["messages"][-1:]}
-    assert trained(encoder, as_pair) == [lead + end]
+    assert trained(encoder, as_pair) == [lead + "Yes" + end]
     assert encode(encoder, as_pair).ids == encode(encoder, row).ids
     texts = {"prompt": TURNS[0], "completion": TURNS[1], "id": 3}
     assert trained(encoder, texts) == [lead + TURNS[1] + end]
-    assert trained(encoder_with(TEMPLATES[family], train_on="last-turn"), row) == [lead + end]
+    assert trained(encoder_with(TEMPLATES[family], train_on="last-turn"), row) == [lead + "Yes" + end]
 
 
 def test_the_mask_is_that_of_transformers_where_the_template_has_one(encoder_with: Encoder) -> None:
@@ -110,6 +112,40 @@ def test_tool_calls_carry_loss_and_their_results_do_not(encoder_with: Encoder) -
     messages[1]["tool_calls"][0]["function"]["arguments"] = {"a": 2, "b": 2}
     assert encode(encoder, row).ids == theirs(encoder, row)["input_ids"]
     assert trained(encoder_with(TEMPLATES["llama-3"]), row)[1] == "It is 4.<|eot_id|>"
+
+
+_CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+_DROPS_THINKING = TEMPLATES["chatml"].replace("m.content +", "m.content.split('</think>')[-1] +")
+NOT_WRITTEN = {
+    "a call": ("chatml", {"content": "", "tool_calls": [_CALL]}, "does not write tool_calls of message 2"),
+    "a second call": ("llama-3", {"content": "", "tool_calls": [_CALL, _CALL]}, "tool_calls of message 2, or not all"),
+    "a call of the old kind": ("chatml", {"content": "", "function_call": _CALL["function"]}, "write function_call of"),
+    "text beside a call": ("llama-3", {"content": "a", "tool_calls": [_CALL]}, "does not write content of message 2"),
+    "reasoning": ("chatml", {"content": "a", "reasoning_content": "why"}, "does not write reasoning_content of"),
+    "reasoning where it is marked": ("generation", {"content": "a", "thinking": "why"}, "does not write thinking of"),
+    "reasoning in the text": (_DROPS_THINKING, {"content": "<think>a</think>"}, "message 2: .* writes nothing of this"),
+    "an empty answer": ("generation", {"content": " \n"}, "message 2 is an empty answer"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NOT_WRITTEN)
+def test_what_the_template_leaves_out_of_an_answer_is_no_empty_answer(case: str, encoder_with: Encoder) -> None:
+    """A model would learn to answer nothing where it must call a tool, and the loss would look well."""
+    template, answer, sentence = NOT_WRITTEN[case]
+    row = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", **answer}]}
+    encoder = encoder_with(TEMPLATES.get(template, template))
+    with pytest.raises(DataError, match=sentence) as caught:
+        encode(encoder, row)
+    assert str(caught.value).startswith(WHERE)
+
+
+def test_reasoning_is_asked_of_one_field_and_of_trained_answers_alone(encoder_with: Encoder) -> None:
+    encoder = encoder_with(TEMPLATES["chatml"].replace("m.content", "(m.reasoning or '') + m.content"))
+    row = chat("a", "b")
+    row["messages"][1] |= {"reasoning": "why", "reasoning_content": "why"}
+    assert trained(encoder, row) == ["whyb<|im_end|>"]
+    as_prompt = {"prompt": row["messages"], "completion": chat("c", "d")["messages"]}
+    assert trained(encoder_with(TEMPLATES["chatml"]), as_prompt) == ["d<|im_end|>"]
 
 
 _TAGGED = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}BEFORE{{ m.content }}AFTER{% endfor %}"
@@ -156,6 +192,22 @@ def test_a_template_that_leaves_open_what_carries_loss_is_refused(case: str, enc
     assert str(caught.value).startswith(WHERE) and str(encoder_with(template).tokenizer.path.parent) in str(
         caught.value
     )
+
+
+@pytest.mark.parametrize(
+    ("template", "sentence"),
+    [
+        ("{% for m in messages %}\n{{ m.content }", "jinja: the chat template cannot be used, line 2: unexpected '}'"),
+        (3 * "{% for i in range(99999) %}" + 3 * "{% endfor %}", "cannot be used, it did not end within 0.5 s"),
+    ],
+)
+def test_a_broken_template_is_no_fault_of_a_row(
+    template: str, sentence: str, encoder_with: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows would be left out, all of them, one after another."""
+    monkeypatch.setattr(renderer, "PROCESSOR_S", 0.5)
+    with pytest.raises(DataError, match=sentence):
+        encoder_with(template)
 
 
 def test_an_answer_that_merges_with_its_prompt_is_refused(encoder_with: Encoder) -> None:
@@ -265,6 +317,20 @@ def test_a_misspelt_role_is_refused_and_one_of_the_template_is_not(encoder_with:
     assert trained(encoder_with("{# critic #}" + TEMPLATES["chatml"]), row) == ["b<|im_end|>"]
 
 
-def test_a_tokenizer_without_a_template_is_told_so(encoder_with: Encoder) -> None:
+def test_a_tokenizer_without_a_template_is_told_so(encoder_with: Encoder, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="its tokenizer has no chat template"):
         encoder_with("")
+    (tmp_path / "tokenizer" / "chat_template.json").write_text(json.dumps({"chat_template": "{{ 1 }}"}))
+    with pytest.raises(DataError, match=r"tokenizer/chat_template.json has a .* copy that text into chat_template.jin"):
+        encoder_with("")
+    (tmp_path / "tokenizer" / "chat_template.jinja").unlink()
+    (tmp_path / "tokenizer" / "additional_chat_templates").mkdir()
+    (tmp_path / "tokenizer" / "additional_chat_templates" / "rag.jinja").write_text("{{ 1 }}")
+    with pytest.raises(DataError, match="its chat templates are named rag, and none of them 'default': copy the one"):
+        chat_encoder(inspect_tokenizer(tmp_path / "tokenizer"), "all-turns", "refuse")
+
+
+def test_an_end_of_turn_that_is_not_special_is_named(encoder_with: Encoder) -> None:
+    with pytest.raises(DataError, match=r"tokenizer.json, set") as caught:
+        encode(encoder_with(TEMPLATES["chatml"].replace("<|im_end|>", "</tool_call>")), chat("a", "b"))
+    assert "b</tool_call>', which is not marked special" in str(caught.value)

@@ -31,7 +31,7 @@ CHATS = PrepareOptions(append_eos=False, special_tokens="refuse", train_on="all-
 
 def rows(count: int) -> list[dict[str, Any]]:
     return [
-        {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "import " * (n % 7)}]}
+        {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "import " * (1 + n % 7)}]}
         for n in range(count)
     ]
 
@@ -62,7 +62,7 @@ def test_the_same_bytes_for_any_number_of_workers(
     answers = load_tokenizer(tokenizer / "tokenizer.json").decode(
         tokens.read(0, tokens.token_count)[loss].tolist(), skip_special_tokens=False
     )
-    assert answers == "".join("import " * (n % 7) + "<|im_end|>" for n in range(60))
+    assert answers == "".join("import " * (1 + n % 7) + "<|im_end|>" for n in range(60))
     end = load_tokenizer(tokenizer / "tokenizer.json").token_to_id("<|im_end|>")
     assert meta.end_of_turn_id == end == answer_end(tokenizer)  # an export stops there
     assert prepare([source], tmp_path / "out1", tokenizer, CHATS).reused
@@ -201,7 +201,7 @@ def test_shown_conversations_are_what_would_be_written(
     tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A view of its own could show another mask than the one that is trained on."""
-    source = write_rows(tmp_path / "chats.jsonl", [rows(5)[3], {"messages": "hi"}, rows(5)[4]])
+    source = write_rows(tmp_path / "chats.jsonl", [rows(5)[2], {"messages": "hi"}, rows(5)[4]])
     words = ["prepare", source, "--chat", "-t", str(tokenizer), "-o", str(tmp_path / "out"), "--on-bad-row", "skip"]
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0})
     code, out, err = command([*words, "--show", "5"], monkeypatch, capfd)

@@ -101,3 +101,17 @@ def test_an_export_ends_where_answers_end(tiny: dict[str, Any], tmp_path: Path) 
 
     later = replace(began, hub=None, manifest=open_stored(first).manifest, ends_of_turns=(9,))  # on other conversations
     assert later.inherited["ends_of_turns"] == [9, 7, None]
+
+
+def test_an_export_ends_where_the_documents_of_its_text_end(tiny: dict[str, Any], tmp_path: Path, corpus: Path) -> None:
+    """A model that went on with another end token than its config.json names would be asked on and on behind it."""
+    model = HubModel("", "llama", {"vocab_size": VOCAB_SIZE, "eos_token_id": 3}).save(tmp_path / "base")
+    tiny |= {"model": open_model_folder(model).model.model_dump(mode="json"), "adapter": LORA}
+    tiny["training"]["initialize_from"] = str(model)
+    config = Config.model_validate(tiny)
+    end = json.loads(Path(f"{corpus}.meta.json").read_text())["eos_token_id"]
+    saved = _saved(config, find_start(config, open_data(config), None, ()), model, 1)
+    export_hugging_face(saved, tmp_path / "merged", validate=False, merge=True)
+    export_hugging_face(saved, tmp_path / "adapter", validate=False)
+    for name in ("merged/config.json", "merged/generation_config.json", "adapter/generation_config.json"):
+        assert json.loads((tmp_path / name).read_text())["eos_token_id"] == [end, 3]

@@ -12,6 +12,8 @@ from data_pipeline.chat import renderer
 from data_pipeline.tokenizer_reading import HubTokenizer
 from launch.errors import LaunchError
 from launch.inference.chat_template import Dialogue
+from launch.inference.generate import GenerateRequest
+from launch.inference.session import ModelPlacement
 from tests.unit.data_pipeline.chat.templates import ENDS, NOT_SPECIAL, SPECIAL, TEMPLATES
 
 FOLDER = Path("model")
@@ -95,3 +97,8 @@ def test_a_template_that_cannot_be_used_is_one_sentence(monkeypatch: pytest.Monk
     ):
         with pytest.raises(LaunchError, match=sentence):
             Dialogue(saved(tokenizer_with(template), tmp_path), FOLDER)
+
+
+def test_more_new_tokens_than_a_cache_holds_are_refused() -> None:
+    with pytest.raises(LaunchError, match="99,999,999,999 is more than 1,000,000: ask for fewer"):
+        GenerateRequest(ModelPlacement("model"), ["a"], max_new_tokens=99_999_999_999)
