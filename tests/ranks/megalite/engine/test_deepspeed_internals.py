@@ -414,7 +414,7 @@ def test_the_keys_of_its_sections_are_those_that_the_config_knows(section: str, 
     assert {field.alias or name for name, field in model.model_fields.items()} - removed == NESTED[section]
 
 
-class _Asked(dict[str, Any]):
+class _RecordingConfig(dict[str, Any]):
     """A config that remembers the keys that it is asked for."""
 
     keys_asked: ClassVar[set[str]] = set()
@@ -434,10 +434,10 @@ class _Asked(dict[str, Any]):
 
 def test_every_key_that_deepspeed_asks_for_is_passed_on_or_refused_with_a_reason() -> None:
     """One of a newer DeepSpeed would be called unknown, or do nothing in silence."""
-    DeepSpeedConfig(_Asked(train_batch_size=1))
+    DeepSpeedConfig(_RecordingConfig(train_batch_size=1))
     known = PASSED_ON | {path[0] for path in refused_keys()}
-    assert len(_Asked.keys_asked) > 40
-    assert _Asked.keys_asked - known == set(), "add a row to megalite/config/stacks/deepspeed.yaml"
+    assert len(_RecordingConfig.keys_asked) > 40
+    assert _RecordingConfig.keys_asked - known == set(), "add a row to megalite/config/stacks/deepspeed.yaml"
 
 
 def _sizes_after_a_change(rank: int) -> dict[str, tuple[int, int, int]]:

@@ -99,7 +99,7 @@ def steps_of(rank: int, case: Case, plant: str = "") -> list[tuple[float, np.nda
                 for each in micro_batches_of(engine, case, batch):
                     away = case.batch // case.dp if plant == "sources of another replica" else 0
                     sources = sources_of(each.samples + away, case)
-                    mine.append(SimpleNamespace(**vars(each), sources=sources))
+                    mine.append(SimpleNamespace(**(vars(each) | {"sources": sources})))
                 result = engine.train_step(mine, 0.0)
                 sums = result.readback.source_losses
                 assert sums is not None
