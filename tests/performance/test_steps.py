@@ -33,7 +33,9 @@ def _second_step(rank: int, case: Case, guards: dict[str, str]) -> tuple[list[Ca
     for batch in global_batches(case)[:2]:
         valid = int((batch.targets != IGNORED).sum())
         mine = [
-            SimpleNamespace(**vars(each), global_valid_targets=valid, sources=_sources_of(each.samples, case))
+            SimpleNamespace(
+                **(vars(each) | {"global_valid_targets": valid, "sources": _sources_of(each.samples, case)})
+            )
             for each in micro_batches_of(engine, case, batch)
         ]
         calls = calls_of(lambda mine=mine: engine.train_step(mine, 1e-3, guard))
