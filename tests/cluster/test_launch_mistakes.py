@@ -56,7 +56,9 @@ def test_mistakes_that_need_no_host(two_hosts: Cluster, config: dict[str, Any], 
     def say(hosts: str, *options: str) -> str:
         return refused(two_hosts, tmp_path, config, hosts, *options)
 
-    assert say("node1 slots=two\n").endswith("hosts:1:7: 'slots=two' is not slots=NUMBER: correct the hostfile")
+    assert say("node1 slots=two\n").endswith(
+        "hosts:1:7: 'slots=two' is not slots=NUMBER, as in `node1 slots=8`: correct the hostfile"
+    )
     assert "--exclude node1@node2 leaves no host" in say(TWO, "--exclude", "node1@node2")
     assert "--spares 2 leaves none of the 2 hosts" in say(TWO, "--spares", "2")
     assert "--launcher slurm works inside an allocation" in say(TWO, "--launcher", "slurm")
