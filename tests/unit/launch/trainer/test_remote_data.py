@@ -99,7 +99,10 @@ def test_what_is_there_is_not_fetched_again_and_what_has_changed_is(
 ) -> None:
     first = fetched(data)
     assert {path.name: path.read_bytes() for path in first.parent.glob("text.*")} == {
-        path.name: path.read_bytes() for path in corpus.parent.glob("text.*")
+        # plans beside the corpus are of whichever tests have packed it
+        path.name: path.read_bytes()
+        for path in corpus.parent.glob("text.*")
+        if ".pack-" not in path.name
     }
     s3.seen.clear()
     assert fetched(data) == first and reads_of(s3, "text.meta.json") == 1
