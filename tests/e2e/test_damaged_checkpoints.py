@@ -140,7 +140,9 @@ def refused(config: dict[str, Any], folder: Path) -> str:
     with session(folder / "session", config) as running:
         running.one_has_ended()
         assert running.ranks[0].exitcode == USER_ERROR_CODE, running.output()
-        (sentence,) = running.output(0).splitlines()[1:]
+        # what made this process a rank is told before
+        *_, sentence = running.output(0).splitlines()
+        assert running.output(0).count("megalite: error: ") == 1, running.output(0)
     return sentence
 
 
