@@ -7,7 +7,7 @@ from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationE
 
 T = TypeVar("T")
 STRICT = ConfigDict(extra="forbid", strict=True)
-"""For `__pydantic_config__` of a dataclass: no field is converted, none is unknown."""
+"""A value of a dataclass's `__pydantic_config__`: no field is converted, none is unknown."""
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 

@@ -22,7 +22,7 @@ _MARKS: dict[str, tuple[tuple[str, ...], str]] = {
         "with the converter of the stack that wrote it",
     ),
 }
-"""What each stack writes into the folder of a run or of one checkpoint, and how a Hugging Face folder is made of it."""
+"""Files by which each stack's folder of a run or checkpoint is known, and the way from it to a Hugging Face folder."""
 
 
 def foreign_checkpoint(folder: Path) -> tuple[str, str] | None:

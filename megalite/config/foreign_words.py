@@ -42,11 +42,11 @@ class WordRow:
     there: str
     """The words, in Markdown."""
     here: str
-    """What they are here, in Markdown."""
+    """The words of this project for them, in Markdown."""
     words: tuple[str, ...]
     """The words as `normal_form` has them."""
     take: str | Mapping[str, Mapping[str, Any]] | None
-    """Where the value goes; None: nowhere."""
+    """The option that takes the value; None: nowhere."""
     absent: str
     """Pattern of names that would make the row untrue; empty where it does not say `not here`."""
 
