@@ -9,7 +9,6 @@ values, `make test-all` runs all of it.
 from __future__ import annotations
 
 import functools
-import json
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -19,6 +18,8 @@ from typing import Any
 import pytest
 import yaml
 from hypothesis import settings
+
+from tests.helpers import durations
 
 # before numpy and torch are imported: tests, workers and ranks share few cores, where a second thread only spins
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -34,7 +35,6 @@ BUDGET_S = {"unit": 2200, "performance": 400, "ranks": 4200, "e2e": 3600, "clust
 """Sum of the times of a tier's tests, over all workers, beyond which a run fails: some third more than they take where
 three workers share two cores and nobody else computes."""
 
-DURATIONS = Path("build") / "test_durations"
 VOCAB_SIZE = 320
 
 _seconds: Counter[str] = Counter()  # by test; set up, call and tear down
@@ -55,7 +55,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks tests with their tier, and begins with the slow tiers."""
+    """Marks tests with their tier, and mixes the tiers."""
     if not config.getoption("--exhaustive") and "exhaustive" not in config.getoption("markexpr"):
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("exhaustive")])
         items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
@@ -66,8 +66,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.timeout(TIMEOUT_S[tier]))
     if hasattr(config, "workerinput") and any(tier_of(item.nodeid) == "cluster" for item in items):
         raise pytest.UsageError("tests/cluster shares one set of hosts: run it without -n")
-    slowest_first = ["cluster", "e2e", "ranks", "performance", "unit"]
-    items.sort(key=lambda item: slowest_first.index(tier_of(item.nodeid)))
+    places = durations.order_of_files([item.nodeid for item in items], tier_of)
+    items.sort(key=lambda item: places[durations.file_of(item.nodeid)])
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -91,9 +91,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if hasattr(session.config, "workerinput"):
         return
     for tier, total in _seconds_by_tier().items():
-        DURATIONS.mkdir(parents=True, exist_ok=True)
-        slowest_first = [(nodeid, seconds) for nodeid, seconds in _seconds.most_common() if tier_of(nodeid) == tier]
-        (DURATIONS / f"{tier}.json").write_text(json.dumps({"total": total, "tests": dict(slowest_first)}, indent=1))
+        durations.keep(tier, {nodeid: seconds for nodeid, seconds in _seconds.items() if tier_of(nodeid) == tier})
         if _is_over_budget(session.config, tier, total):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
@@ -101,7 +99,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     for tier, seconds in sorted(_seconds_by_tier().items()):
         is_over = _is_over_budget(config, tier, seconds)
-        verdict = f": OVER BUDGET, see {DURATIONS / tier}.json" if is_over else ""
+        verdict = f": OVER BUDGET, see {durations.FOLDER / tier}.json" if is_over else ""
         terminalreporter.write_line(
             f"{tier}: {seconds:.0f} s of tests, budget {BUDGET_S[tier]} s{verdict}", red=is_over
         )

@@ -1,6 +1,6 @@
 """Imports for the fork server of multiprocessing, from which the ranks of `megalite verify` are forked.
 
-Ranks then start with torch and DeepSpeed imported, which saves five seconds each. Nothing here is used by name.
+Ranks then start with torch and DeepSpeed imported, which saves five seconds each.
 """
 # ruff: noqa: E402, F401
 
@@ -16,3 +16,6 @@ import launch.parity.rank
 import megalite.engine.parameter_state
 import megalite.engine.preload
 import models.decoder
+from megalite.config import Config
+
+Config.model_rebuild()  # the validators, which each rank would build again

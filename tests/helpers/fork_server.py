@@ -28,4 +28,4 @@ TRAINING = [  # what a run imports on its way
     "megalite.training.loop",
 ]
 
-warm_up({"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}, [*PYTEST, *COMMANDS, *TRAINING])
+warm_up({"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}, [*PYTEST, *COMMANDS, *TRAINING, "tests.helpers.numa_once"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from launch.parity.diagnosis import LayoutResult
@@ -70,26 +70,43 @@ def legal_cases(layouts: Iterable[ParityLayout]) -> list[Case]:
 def covering(cases: Sequence[Case]) -> list[Case]:
     """A few of the cases that hold every pair of values that any of them holds.
 
-    Greedy, and the same on every call: most defects need two settings at once, hardly any three.
+    Greedy, and the same on every call: most defects need two settings at once, hardly any three. Of cases that add as
+    many pairs it takes the one that is computed soonest.
     """
     pairs = {case: pairs_of(case) for case in cases}
     missing = set().union(*pairs.values())
     chosen = []
     while missing:
-        best = max(cases, key=lambda case: (len(pairs[case] & missing), -case[0].world_size))
+        best = max(cases, key=lambda case: (len(pairs[case] & missing), -_work(case[0])))
         chosen.append(best)
         missing -= pairs[best]
     return chosen
 
 
+def _work(layout: ParityLayout) -> int:
+    """What its ranks compute, roughly: under ZeRO-3 thrice, for each layer is fetched and let go again."""
+    return layout.world_size * layout.accumulation * (3 if layout.zero == 3 else 1)
+
+
 def pairs_of(case: Case) -> set[object]:
-    """Every pair of settings of a case."""
+    """Every pair of settings of a case. Of micro-batches it counts whether there are several: two or four are alike."""
     layout, tied = case
-    return set(itertools.combinations(enumerate([*vars(layout).values(), tied]), 2))
+    settings = vars(layout) | {"accumulation": layout.accumulation > 1, "tied": tied}
+    return set(itertools.combinations(enumerate(settings.values()), 2))
+
+
+def _fewest_micro_batches(layout: ParityLayout) -> bool:
+    """Whether the layout has one micro-batch, or of several the fewest that its schedule takes."""
+    fewest = 2 if replace(layout, accumulation=2).allows(2) else 4
+    return layout.accumulation in (1, fewest)
 
 
 LAYOUTS = legal_layouts(sizes=(1, 2, 4), replicas=(1, 2, 3), accumulations=(1, 4), most=8)
-SMALL_LAYOUTS = legal_layouts(sizes=(1, 2), replicas=(1, 2, 3), accumulations=(1, 4), most=6)
+SMALL_LAYOUTS = [
+    layout
+    for layout in legal_layouts(sizes=(1, 2), replicas=(1, 2, 3), accumulations=(1, 2, 4), most=6)
+    if _fewest_micro_batches(layout)
+]
 DEEP_LAYOUTS = [
     layout
     for layout in legal_layouts(sizes=(1, 2, 4), replicas=(1, 2), accumulations=(8,), most=8, layers=9)

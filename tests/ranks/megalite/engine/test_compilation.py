@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
 
 from megalite.engine.compilation import keep_compiled_code
 from tests.helpers.engine_cases import Case, assemble, engine_of, global_batches, local_weights, micro_batches_of
@@ -33,6 +34,8 @@ COMPILED = [
 def _trained(rank: int, case: Case) -> dict[str, Any]:
     from torch._dynamo.utils import counters
 
+    # of three graphs: processes that compile beside this one would each import torch first
+    torch._inductor.config.compile_threads = 1
     engine = engine_of(case)
     results = [
         engine.train_step(micro_batches_of(engine, case, batch), case.learning_rate) for batch in global_batches(case)

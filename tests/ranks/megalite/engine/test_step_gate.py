@@ -5,6 +5,7 @@ Not taken is what is not finite, wherever it began, and what a judge refuses.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -88,27 +89,27 @@ def _poison(rank: int, engine: Engine, case: Case, kind: str) -> Callable[[], No
 
 
 KINDS = ("nan loss", "inf loss", "nan gradient", "-inf gradient")
+POISONS = list(itertools.product(KINDS, (True, False)))  # with a judge that waits, and with one that does not
 
 
-def _spoiled_steps(rank: int, engine: Engine, case: Case) -> dict[str, dict[str, Any]]:
-    """For each kind of poison, and a judge that waits or one that does not, what a step with it left behind."""
+def _spoiled_steps(rank: int, engine: Engine, case: Case, poisons: list[tuple[str, bool]]) -> dict[str, dict[str, Any]]:
+    """For each poison what a step with it left behind."""
     seen, before = {}, _numbers(engine)
-    for kind in KINDS:
-        for waits in (True, False):
-            stop, judge = _poison(rank, engine, case, kind), Answers([True], waits=waits)
-            result = _step(engine, case, 1, judge)
-            stop()
-            is_late = engine.decides_late(judge)
-            held = _step(engine, case, 2, judge) if is_late else result  # begun before anybody knew
-            engine.allow_updates()
-            seen[f"{kind} {'late' * is_late}"] = {
-                "result": (result.skipped, result.refused, result.taken),
-                "held": held.taken,
-                "norm": float(result.grad_norm),
-                "loss_is_finite": math.isfinite(float(result.loss)),
-                "unmoved": _equal(_numbers(engine), before),
-                "examined": judge.examined + is_late,
-            }
+    for kind, waits in poisons:
+        stop, judge = _poison(rank, engine, case, kind), Answers([True], waits=waits)
+        result = _step(engine, case, 1, judge)
+        stop()
+        is_late = engine.decides_late(judge)
+        held = _step(engine, case, 2, judge) if is_late else result  # begun before anybody knew
+        engine.allow_updates()
+        seen[f"{kind} {'late' * is_late}"] = {
+            "result": (result.skipped, result.refused, result.taken),
+            "held": held.taken,
+            "norm": float(result.grad_norm),
+            "loss_is_finite": math.isfinite(float(result.loss)),
+            "unmoved": _equal(_numbers(engine), before),
+            "examined": judge.examined + is_late,
+        }
     return seen
 
 
@@ -134,13 +135,18 @@ def _refused_steps(engine: Engine, undisturbed: Engine, case: Case) -> dict[str,
     }
 
 
-def _steps_not_taken(rank: int, cases: list[Case]) -> list[tuple[dict[str, Any], dict[str, dict[str, Any]]]]:
+def _steps_not_taken(
+    rank: int, cases: list[Case], is_exhaustive: bool
+) -> list[tuple[dict[str, Any], dict[str, dict[str, Any]]]]:
+    """Each case with each kind of poison and each judge, one rank with all pairs of them, neighbours with half each."""
     seen = []
-    for case in cases:
+    for index, case in enumerate(cases):
+        is_whole = is_exhaustive or case.world_size == 1
+        half = [poison for place, poison in enumerate(POISONS) if (place // 2 + place + index) % 2 == 0]
         engine, undisturbed = engine_of(case), engine_of(case)
         with another_loss(engine.coordinate.tensor_rank):
             refused = _refused_steps(engine, undisturbed, case)
-        spoiled = _spoiled_steps(rank, engine, case)
+        spoiled = _spoiled_steps(rank, engine, case, POISONS if is_whole else half)
         after = [_step(one, case, 1) for one in (engine, undisturbed)]
         refused["after"] = [(float(result.loss), float(result.grad_norm)) for result in after]
         seen.append((refused, spoiled))
@@ -187,8 +193,8 @@ THREE_DIMENSIONS = Case(tp=2, pp=2, dp=2, accumulation=2, steps=4)
         pytest.param([replace(THREE_DIMENSIONS, dtype="bf16")], marks=pytest.mark.exhaustive),
     ],
 )
-def test_a_step_that_is_not_taken_leaves_no_trace(cases: list[Case]) -> None:
-    ranks = run_ranks(_steps_not_taken, cases[0].world_size, cases)
+def test_a_step_that_is_not_taken_leaves_no_trace(cases: list[Case], pytestconfig: pytest.Config) -> None:
+    ranks = run_ranks(_steps_not_taken, cases[0].world_size, cases, pytestconfig.getoption("--exhaustive"))
     for index, case in enumerate(cases):
         for rank, (refused, spoiled) in enumerate(answers[index] for answers in ranks):
             _check_refused(refused, f"{case} rank {rank}")

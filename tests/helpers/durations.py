@@ -1,0 +1,53 @@
+"""How long each test took: kept from run to run, and by it the order in which workers take files."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+FOLDER = Path("build") / "test_durations"
+GUESS_S = {"cluster": 10.0, "e2e": 5.0, "ranks": 2.0, "performance": 1.0, "unit": 0.1}  # a test that is not kept
+
+
+def file_of(nodeid: str) -> str:
+    return nodeid.partition("::")[0]
+
+
+def keep(tier: str, seconds: Mapping[str, float]) -> None:
+    """Writes the times of a run's tests of a tier, slowest first, in place of what was kept of their files."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    files = set(map(file_of, seconds))
+    others = {nodeid: taken for nodeid, taken in kept(tier).items() if file_of(nodeid) not in files}
+    tests = dict(Counter({**others, **seconds}).most_common())
+    (FOLDER / f"{tier}.json").write_text(json.dumps({"total": sum(seconds.values()), "tests": tests}, indent=1))
+
+
+def kept(tier: str) -> dict[str, float]:
+    """The times of a tier's tests in earlier runs of this checkout, as far as there are any."""
+    try:
+        return dict(json.loads((FOLDER / f"{tier}.json").read_text())["tests"])
+    except (OSError, ValueError, KeyError):
+        return {}
+
+
+def order_of_files(nodeids: Sequence[str], tier_of: Callable[[str], str]) -> dict[str, float]:
+    """For each file the part of its tier's time that the files before it take: workers that take files in this order
+    are through all tiers at the same time.
+
+    Tests of whole commands mostly wait, others compute: side by side they leave no core idle, and three files of ranks
+    do not share two cores. Within a tier the longest come first, so that none of them is the last that runs.
+    """
+    tiers: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    known = {tier: kept(tier) for tier in GUESS_S}
+    for nodeid in nodeids:
+        tier = tier_of(nodeid)
+        tiers[tier][file_of(nodeid)] += known[tier].get(nodeid, GUESS_S[tier])
+    places = {}
+    for files in tiers.values():
+        before, total = 0.0, sum(files.values())
+        for file, seconds in files.most_common():
+            places[file] = before / total
+            before += seconds
+    return places
