@@ -28,6 +28,7 @@ class ChatEncoder:
     special_tokens: SpecialTokens
     begin_token: None = None
     end_of_turn: int | None = field(default=None, compare=False)  # the token by which the template ends an answer
+    notice: str | None = field(default=None, compare=False)  # about the template
 
     def encode(self, piece: TextPiece) -> EncodedPiece:
         """Encodes the conversation that a piece holds as JSON. Raises DataError if it cannot say what carries loss."""
@@ -129,11 +130,15 @@ def chat_encoder(
 ) -> ChatEncoder:
     """Returns the encoder of a tokenizer's folder. Raises DataError if it has no chat template, or not for this."""
     encoder = ChatEncoder(tokenizer, read_chat_template(tokenizer.path.parent, date), train_on, special_tokens)
-    return replace(encoder, end_of_turn=with_limits(tokenizer, lambda: _tried_out(encoder)))
+    end, notice = with_limits(tokenizer, lambda: _tried_out(encoder))
+    return replace(encoder, end_of_turn=end, notice=notice)
 
 
-def _tried_out(encoder: ChatEncoder) -> int | None:
-    """Returns the token that ends a turn. Raises DataError for a tokenizer that does not do what is asked of it."""
+def _tried_out(encoder: ChatEncoder) -> tuple[int | None, str | None]:
+    """Returns the token that ends a turn, and the notice about the template.
+
+    Raises DataError for a tokenizer that does not do what is asked of it.
+    """
     loaded = loaded_tokenizer(encoder.tokenizer, False)
     _tools(encoder).turns.check_template()
     if encoder.special_tokens == "as-text":
@@ -144,4 +149,4 @@ def _tried_out(encoder: ChatEncoder) -> int | None:
                 "be cut in two to become text: choose --special-tokens refuse or keep"
             )
     end = _tools(encoder).turns.end_of_turn()  # control tokens that cannot become text are refused here
-    return None if end is None else loaded.tokenizer.token_to_id(end)
+    return None if end is None else loaded.tokenizer.token_to_id(end), _tools(encoder).turns.opening_notice()

@@ -6,7 +6,8 @@ to it, as far as the token that ends the turn. A template that writes earlier tu
 such as one that takes away old reasoning, is refused: a model would be trained on prompts that it never sees.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -43,16 +44,29 @@ _SAID = {"content": "x"}  # in conversations that try out a template
 
 def answer_end(folder: Path) -> int | None:
     """Returns the token by which the chat template in a tokenizer's folder ends an answer; None if there is none."""
+    with _turns_of(folder) as (turns, tokenizer):
+        end = turns.end_of_turn() if turns else None
+        return next((number for number, (content, _) in tokenizer.added.items() if content == end), None)
+
+
+def opening_notice(folder: Path) -> str | None:
+    """Returns the notice about the chat template in a tokenizer's folder that `TurnFinder.opening_notice` returns."""
+    with _turns_of(folder) as (turns, _):
+        return turns.opening_notice() if turns else None
+
+
+@contextmanager
+def _turns_of(folder: Path) -> Iterator[tuple["TurnFinder | None", HubTokenizer]]:
     with HubTokenizer(folder) as tokenizer:
         if tokenizer.templates is None:
-            return None
+            yield None, tokenizer
+            return
         special = [content for content, is_special in tokenizer.added.values() if is_special]
         turns = TurnFinder(chat_template_of(tokenizer, date.today().isoformat()), special, "all-turns")
         try:
-            end = turns.end_of_turn()
+            yield turns, tokenizer
         finally:
             turns.process.close()
-        return next((number for number, (content, _) in tokenizer.added.items() if content == end), None)
 
 
 class Turns(NamedTuple):
@@ -131,6 +145,26 @@ class TurnFinder:
             return None
         end = self._end_of_turn(text, 0)
         return None if end is None else self._token_at_end(text[:end])
+
+    def opening_notice(self) -> str | None:
+        """Returns a notice about a template that opens an answer, and has no prompt for one: a model that is asked by
+        it must write the opening itself. None for any other."""
+        said = _mark(1, "content")
+        chat = [{"role": USER, **_SAID}, {"role": ASSISTANT, "content": said}]
+        try:
+            asked, alone, answer = self.process.render(
+                chat, [ChatPart(1, True), ChatPart(1, False), ChatPart(2, False)]
+            )
+        except TemplateRefusal:
+            return None
+        opening, *written = answer.text.removeprefix(asked.text).split(said)
+        if asked.text != alone.text or not answer.text.startswith(asked.text) or not written or not opening.strip():
+            return None
+        return (
+            f"{self.template.place()}: the chat template ignores add_generation_prompt, so that a model is asked for "
+            f"an answer without {opening!r}, with which the template opens one: end it with "
+            f"{{% if add_generation_prompt %}}{{{{ {opening!r} }}}}{{% endif %}}"
+        )
 
     def text_of(self, conversation: Conversation, where: str) -> str:
         """Returns the whole of a conversation as text."""

@@ -95,8 +95,8 @@ def prepare(
     """Encodes `sources` into OUTPUT.bin, OUTPUT.idx and OUTPUT.meta.json; `workers` defaults to all cores.
 
     A tokenizer that has just been trained is written first. `notice` takes a sentence about each file for which workers
-    must wait, before anything is encoded. Raises DataError, before anything is written, if a source
-    or the tokenizer is missing, or if the output holds other data and `overwrite` is not set.
+    must wait, and about a chat template, before anything is encoded. Raises DataError, before anything is written, if a
+    source or the tokenizer is missing, or if the output holds other data and `overwrite` is not set.
     """
     started = time.monotonic()
     if workers is not None and workers < 1:
@@ -124,6 +124,8 @@ def prepare(
                 job = replace(job, encoder=fast_encoder(job.encoder, job.sources))
             discarded, resumed = store.begin(), store.finished(lacking_rows=options.keeps_lacking)
             if notice is not None:
+                if isinstance(job.encoder, ChatEncoder) and job.encoder.notice:
+                    notice(job.encoder.notice)
                 _announce_waiting(job, workers, notice)
                 _announce_full_disk(job, store, notice)
             workers = min(workers, len(job.units))

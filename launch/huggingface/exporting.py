@@ -7,6 +7,7 @@ its name only after transformers has computed our logits with it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -15,8 +16,10 @@ from typing import Any
 
 from torch import Tensor
 
-from data_pipeline.chat.turns import answer_end
+from data_pipeline.chat.turns import answer_end, opening_notice
+from data_pipeline.errors import DataError
 from data_pipeline.tokenizer_reading import inspect_tokenizer
+from data_pipeline.tokenizer_statements import TOKENIZER_CONFIG
 from launch.errors import LaunchError
 from launch.huggingface.adapter_exporting import AdapterExport, export_adapters, plan_adapters
 from launch.huggingface.checkpoint_tokenizer import REMEDY, find_tokenizer
@@ -206,8 +209,16 @@ def _prepare(reader: MergedReader, dtype: str | None, tokenizer: str | Path | No
     found = find_tokenizer(reader.manifest, reader.folder, tokenizer)
     if found.is_doubtful:
         raise CheckpointError(f"{found.problem}: {REMEDY}")
-    notices = (f"{found.problem}, so the folder has none: {REMEDY}",) if found.folder is None else ()
-    return _Export(reader, model, layout, usual, entries, found.files, notices)
+    notice = f"{found.problem}, so the folder has none: {REMEDY}" if found.folder is None else None
+    if config.get(ENDS_OF_TURNS) and any(_has_template(path) for path in found.files):
+        with suppress(DataError):  # what needs the tokenizer says what is wrong with it
+            notice = opening_notice(found.files[0].parent)
+    return _Export(reader, model, layout, usual, entries, found.files, (notice,) if notice else ())
+
+
+def _has_template(path: Path) -> bool:
+    """Returns whether a file of a tokenizer has a chat template, without seconds for loading what has none."""
+    return "chat_template" in path.name or (path.name == TOKENIZER_CONFIG and b"chat_template" in path.read_bytes())
 
 
 def turn_ends(config: Mapping[str, Any], tokenizer: list[Path]) -> list[int]:

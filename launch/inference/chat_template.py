@@ -38,7 +38,7 @@ class Dialogue:
         try:
             self._tokens(_asking([], "a"))  # first: a template that cannot be used says so
             self._control = ControlTokens(tokenizer, template, "refuse", self._turns)
-            end = self._turns.end_of_turn()
+            end, self.notice = self._turns.end_of_turn(), self._turns.opening_notice()
         except BaseException:
             self._turns.process.close()
             raise

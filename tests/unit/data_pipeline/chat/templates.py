@@ -45,6 +45,8 @@ TEMPLATES = {
     + "{% endif %}{% endfor %}"
     + _CHATML_PROMPT,
 }
+WITHOUT_PROMPT = [TEMPLATES[family].replace(_CHATML_PROMPT, "") for family in ("chatml", "generation")]
+"""Templates that ignore add_generation_prompt, although they open an answer."""
 ENDS = {
     "llama-3": "<|eot_id|>", "mistral": "</s>", "gemma": "<end_of_turn>", "phi": "<|end|>",
     "deepseek": "<｜end▁of▁sentence｜>",

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from data_pipeline.chat import renderer
-from data_pipeline.chat.turns import answer_end
+from data_pipeline.chat.turns import answer_end, opening_notice
 from data_pipeline.errors import DataError
 from data_pipeline.files import sha256_of_file
 from data_pipeline.indexed import IndexedTokens
@@ -23,7 +23,7 @@ from data_pipeline.prepare.prepare import prepare
 from data_pipeline.sources import open_sources
 from data_pipeline.sources.document import refuse_bad_row
 from data_pipeline.tokenizer_reading import load_tokenizer
-from tests.unit.data_pipeline.chat.templates import TEMPLATES, write_tokenizer
+from tests.unit.data_pipeline.chat.templates import TEMPLATES, WITHOUT_PROMPT, write_tokenizer
 from tests.unit.launch.cli.test_mistakes import command
 
 CHATS = PrepareOptions(append_eos=False, special_tokens="refuse", train_on="all-turns")
@@ -66,6 +66,22 @@ def test_the_same_bytes_for_any_number_of_workers(
     end = load_tokenizer(tokenizer / "tokenizer.json").token_to_id("<|im_end|>")
     assert meta.end_of_turn_id == end == answer_end(tokenizer)  # an export stops there
     assert prepare([source], tmp_path / "out1", tokenizer, CHATS).reused
+
+
+def test_a_template_without_a_prompt_for_answers_is_announced(tokenizer: Path, tmp_path: Path) -> None:
+    """A model would be asked to go on behind the user's turn, by `generate --chat` and by whoever serves its export."""
+    assert opening_notice(tokenizer) is None
+    template, prompt, said = tokenizer / "chat_template.jinja", r"'<|im_start|>assistant\n'", list[str]()
+    for text in WITHOUT_PROMPT:
+        template.write_text(text)
+        notice = opening_notice(tokenizer)
+        assert notice and notice.startswith(f"{template}: the chat template ignores add_generation_prompt, so that ")
+        assert f"{prompt}, with which the template opens one: end it with {{% if add_generation_prompt %}}" in notice
+    source = write_rows(tmp_path / "chats.jsonl", rows(2))
+    prepare([source], tmp_path / "out", tokenizer, CHATS, workers=1, notice=said.append)
+    assert said == [notice]
+    template.write_text(text + notice.rpartition("end it with ")[2])
+    assert opening_notice(tokenizer) is None, "the remedy is one"
 
 
 def test_a_bad_row_is_named_or_left_out_and_counted(tokenizer: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from launch.huggingface.exporting import export_hugging_face
+from launch.huggingface.exporting import export_hugging_face, plan_export
 from launch.huggingface.model_folder import open_model_folder
 from launch.inference.stored_model import open_stored
 from launch.trainer.data import open_data
@@ -84,7 +85,7 @@ def test_the_base_model_is_the_one_that_the_run_began_with(
     assert any("in no Hugging Face folder: name one in adapter_config.json" in notice for notice in summary.notices)
 
 
-def test_an_export_ends_where_answers_end(tiny: dict[str, Any], tmp_path: Path) -> None:
+def test_an_export_ends_where_answers_end(tiny: dict[str, Any], tmp_path: Path, corpus: Path) -> None:
     """transformers and servers would write the token that ends a turn again and again: they look at no template."""
     model = HubModel("", "llama", {"vocab_size": VOCAB_SIZE, "eos_token_id": 3}).save(tmp_path / "base")
     tiny |= {"model": open_model_folder(model).model.model_dump(mode="json"), "adapter": LORA}
@@ -92,6 +93,13 @@ def test_an_export_ends_where_answers_end(tiny: dict[str, Any], tmp_path: Path) 
     config = Config.model_validate(tiny)
     began = find_start(config, open_data(config), None, ())
     first = _saved(config, replace(began, ends_of_turns=(7, None)), model, 1)
+    (tmp_path / "tok").mkdir()
+    for path in (corpus.parent / "tokenizer").iterdir():
+        shutil.copy(path, tmp_path / "tok")
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    (tmp_path / "tok/chat_template.jinja").write_text(template)
+    plan = plan_export(first, tmp_path / "merged", tokenizer=tmp_path / "tok", merge=True)
+    assert len(plan.notices) == 1 and "ignores add_generation_prompt" in plan.notices[0]
     summary = export_hugging_face(first, tmp_path / "merged", validate=False, merge=True)
     for name in ("config.json", "generation_config.json"):
         assert json.loads((tmp_path / "merged" / name).read_text())["eos_token_id"] == [7, 3]
