@@ -17,7 +17,7 @@ from launch.errors import LaunchError
 from launch.output import check_local
 from launch.runtime.run_lock import LockHolder, lock_holder
 from megalite.checkpoint.small_files import read_small_file
-from megalite.config import Config, ConfigError, load_config
+from megalite.config import Config, ConfigError, load_saved_config
 from megalite.config.places import url_of
 from megalite.monitor.events import EVENTS, read_events
 from megalite.monitor.sinks.jsonl import METRICS, read_records
@@ -159,8 +159,8 @@ def seconds_between(records: Sequence[Facts]) -> list[float]:
 
 def _config(path: Path, problems: list[str]) -> Config | None:
     try:
-        read_small_file(path, SETTINGS_BYTES)  # `load_config` would wait for a named pipe, and read any size
-        return load_config(path)
+        read_small_file(path, SETTINGS_BYTES)  # `load_saved_config` would wait for a named pipe, and read any size
+        return load_saved_config(path)
     except FileNotFoundError:
         return None
     except (OSError, ConfigError) as error:

@@ -19,7 +19,7 @@ from data_pipeline.neighbours import nearest
 from launch.errors import LaunchError
 from launch.migration.shell import flags_of, listed_arguments
 from megalite.config import ConfigError
-from megalite.config.foreign_words import Kind, kind_of, leaves, stack
+from megalite.config.foreign_words import Kind, kind_of, leaves, not_translated, stack
 from megalite.config.yaml_text import MOST_CHARACTERS, parse_yaml
 
 TABLES: dict[Kind, tuple[str, ...]] = {
@@ -29,13 +29,6 @@ TABLES: dict[Kind, tuple[str, ...]] = {
     "torchtitan": ("torchtitan",),
 }
 """The tables that the words of a file are looked up in, first to last."""
-
-NOT_TRANSLATED = {
-    "Axolotl": ({"base_model", "datasets"}, {"base_model", "micro_batch_size"}),
-    "LLaMA-Factory": ({"model_name_or_path", "finetuning_type"}, {"model_name_or_path", "stage", "template"}),
-    "Hugging Face's Trainer": ({"output_dir", "per_device_train_batch_size"}, {"output_dir", "num_train_epochs"}),
-}
-"""Names that only the configs of a stack have together, first to last."""
 
 
 @dataclass(frozen=True)
@@ -135,12 +128,8 @@ def _json(text: str) -> Any:
 def _settings(path: Path, values: Mapping[str, Any], kind: Kind | None) -> Iterator[ForeignSetting]:
     if {"run_dir", "model", "training"} <= values.keys():
         raise LaunchError(f"{path} is a config of megalite already: `megalite config show {path}`")
-    for other, marks in NOT_TRANSLATED.items():
-        if any(mark <= values.keys() for mark in marks):
-            raise LaunchError(
-                f"{path} is a config of {other}, which is not translated: `megalite config init --from MODEL` writes "
-                "one for its model, and docs/coming_from.md has the words of the Trainer, many of which are its own"
-            )
+    if other := not_translated(values):
+        raise LaunchError(f"{path} is {other}")
     if kind is None:
         names = ", ".join(stack(one).name for one in TABLES)
         raise LaunchError(f"{path} is recognised as none of {names}: say which with --kind")

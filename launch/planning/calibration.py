@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from launch.errors import LaunchError
 from launch.planning.prediction import WARM_UP_STEPS
-from megalite.config import ConfigError, load_config
+from megalite.config import ConfigError, load_saved_config
 from megalite.config.base import PositiveInt
 from megalite.config.layout import unchecked_layout
 from megalite.monitor.sinks.jsonl import METRICS, stream_records
@@ -122,7 +122,7 @@ def read_run(path: Path) -> MeasuredRun:
         raise LaunchError(f"{folder}/receipt.json: {place} is not as this version of megalite writes it") from None
     predicted, sizes = receipt.prediction, receipt.layout
     try:
-        config = load_config(folder / "config.yaml")
+        config = load_saved_config(folder / "config.yaml")
         world_size = sizes.tensor_parallel_size * sizes.pipeline_parallel_size * sizes.data_parallel_size
         last = config.batches.shape_after(max(0, config.total_steps - 1))  # receipts tell of the last stage
         job = TrainingWorkload.of(config, unchecked_layout(config, world_size), last)

@@ -8,7 +8,7 @@ several options belong in rules.py.
 from megalite.config.config import Config
 from megalite.config.errors import ConfigError
 from megalite.config.layout import ResolvedLayout, resolve_layout, wanted_world_size
-from megalite.config.load import load_config
+from megalite.config.load import load_config, load_saved_config
 from megalite.config.model import ModelConfig
 from megalite.config.sections import LaunchConfig
 
@@ -19,6 +19,7 @@ __all__ = [
     "ModelConfig",
     "ResolvedLayout",
     "load_config",
+    "load_saved_config",
     "resolve_layout",
     "wanted_world_size",
 ]

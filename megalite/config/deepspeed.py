@@ -5,6 +5,7 @@ The keys are DeepSpeed 0.19's; a tuple is a path inside the section.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -78,6 +79,19 @@ def check_pass_through(options: dict[str, Any]) -> dict[str, Any]:
     if found:
         raise DeepSpeedProblems(list(found.items()))
     return options
+
+
+def without_refused(values: dict[str, Any]) -> dict[str, Any]:
+    """Returns the values of a config without the keys of its section `deepspeed` that cannot be set."""
+    if not isinstance(values.get("deepspeed"), dict):
+        return values
+    kept = copy.deepcopy(values)
+    for path, _ in problems_with_keys(values["deepspeed"]):
+        section = kept["deepspeed"]
+        for name in path[:-1]:
+            section = section.get(name, {})
+        section.pop(path[-1], None)
+    return kept
 
 
 def problems_with_keys(options: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:

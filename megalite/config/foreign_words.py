@@ -34,6 +34,19 @@ Kind = Literal["deepspeed", "megatron_lm", "gpt_neox", "torchtitan", "accelerate
 KINDS: tuple[Kind, ...] = ("deepspeed", "gpt_neox", "megatron_lm", "torchtitan", "accelerate")
 """Stacks that have files of their own; where words are equally many, the first one."""
 
+_NOT_TRANSLATED = {
+    "Axolotl": ({"base_model", "datasets"}, {"base_model", "micro_batch_size"}),
+    "LLaMA-Factory": ({"model_name_or_path", "finetuning_type"}, {"model_name_or_path", "stage", "template"}),
+    "Hugging Face's Trainer": (
+        *({"output_dir", size} for size in ("per_device_train_batch_size", "num_train_epochs", "max_steps")),
+        {"model_name_or_path", "per_device_train_batch_size"},
+    ),
+    "NeMo": ({"trainer", "exp_manager"}, {"trainer", "model", "name"}),
+    "torchtune": ({"tokenizer", "checkpointer"},),
+    "LitGPT": ({"train", "out_dir"},),
+}
+"""Names of sections and options that only the configs of a stack have together, first to last."""
+
 
 @dataclass(frozen=True)
 class WordRow:
@@ -187,6 +200,16 @@ def kind_of(keys: Iterable[str]) -> Kind | None:
     known = {kind: len(names & _top_names(kind)) for kind in KINDS}
     best = max(KINDS, key=lambda kind: known[kind])
     return best if known[best] >= min(10, len(names) / 2) and known[best] else None
+
+
+def not_translated(keys: Iterable[str]) -> str | None:
+    """Returns a clause about a config with these top-level keys, if it is of a stack without rules; else None."""
+    names = frozenset(keys)
+    other = next((other for other, marks in _NOT_TRANSLATED.items() if any(mark <= names for mark in marks)), None)
+    return other and (
+        f"a config of {other}, which is not translated: `megalite config init --from MODEL` writes one for its model, "
+        "and docs/coming_from.md has words that are called otherwise here"
+    )
 
 
 @cache

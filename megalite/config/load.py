@@ -16,8 +16,9 @@ from pydantic import ValidationError
 
 from megalite.config.auto import AUTO, SECTIONS, spell_out
 from megalite.config.config import Config
+from megalite.config.deepspeed import without_refused
 from megalite.config.errors import ConfigError, ConfigProblem, problems_of
-from megalite.config.foreign_words import Kind, kind_of, stack
+from megalite.config.foreign_words import Kind, kind_of, not_translated, stack
 from megalite.config.hidden_secrets import without_secrets
 from megalite.config.known_models import names_near, run_of
 from megalite.config.rules import broken_rules
@@ -97,6 +98,14 @@ def load_config(
     if problems:
         raise ConfigError(*problems)
     return Config.model_validate(completed)
+
+
+def load_saved_config(path: Path) -> Config:
+    """Loads the config.yaml of a run, to be read alone, as `load_config` does.
+
+    An older version may have written it, which took keys of DeepSpeed that are refused now: they are left out.
+    """
+    return load_config(path, complete=without_refused)
 
 
 def stated_values(path: Path, overrides: Sequence[str] = ()) -> tuple[Values, frozenset[OptionPath]]:
@@ -213,6 +222,8 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[LinePath, int]]:
         raise ConfigError(f"{path} must hold sections like `model:`, but holds {type(values).__name__} data")
     if path.name == MODEL_CONFIG and not values.keys().isdisjoint({"model_type", "architectures"}):
         raise ConfigError(f"{path} is a Hugging Face config: {_config_of_folder(path.parent)}")
+    if not values.keys() & OWN_SECTIONS > {"training"} and (other := not_translated(values)):
+        raise ConfigError(f"{path} is {other}")
     if values.keys().isdisjoint(OWN_SECTIONS) and (kind := kind_of(values.keys() - Config.model_fields)):
         raise ConfigError(_of_another_stack(path, kind))
     return values, lines

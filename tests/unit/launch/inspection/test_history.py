@@ -7,11 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 from launch.inspection import history
+from launch.inspection.files import RunFiles
 from launch.inspection.history import RunHistory, read_columns
+from megalite.config import ConfigError, load_config
 from tests.unit.launch.inspection.conftest import MakeRun
 
 
@@ -128,6 +131,24 @@ def test_time_never_falls_where_a_clock_was_set_back(make_run: MakeRun) -> None:
     lines[2]["time"] -= 5000
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert RunHistory.read(folder).elapsed_s.tolist() == pytest.approx([0.9, 1.9, 2.8, 5002.8 + 1])
+
+
+def test_a_config_of_an_older_version_is_read_without_what_is_refused_since(make_run: MakeRun) -> None:
+    """These keys of DeepSpeed were taken: `status` and `compare` would call such a run's config broken."""
+    folder = make_run(steps=3)
+    values = yaml.safe_load((folder / "config.yaml").read_text())
+    refused = {"tensorboard": {"enabled": True}, "timers": {"throughput": {"enabled": False}}, "csv_monitor": {}}
+    kept = {"steps_per_print": 9, "zero_optimization": {"sub_group_size": 7}}
+    values["deepspeed"] = {**refused, "autotuning": {"enabled": False}, **kept}
+    values["deepspeed"]["zero_optimization"] |= {"stage": 1}
+    (folder / "config.yaml").write_text(yaml.safe_dump(values))
+    found = RunFiles.read(folder)
+    assert found.problems == () and found.config is not None
+    assert found.config.deepspeed == {"steps_per_print": 9, "zero_optimization": {"sub_group_size": 7}}
+    with pytest.raises(ConfigError) as raised:  # a new run is told all of them
+        load_config(folder / "config.yaml")
+    told = [next(key for key in values["deepspeed"] if f"deepspeed.{key}" in line) for line in raised.value.sentences]
+    assert sorted(told) == sorted([*refused, "autotuning", "zero_optimization"])
 
 
 @pytest.mark.parametrize("contents", [None, b"", b"\0" * 100, b'{"step": 1'])

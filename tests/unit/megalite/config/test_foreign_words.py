@@ -144,6 +144,27 @@ def test_a_config_of_another_stack_is_recognised(tmp_path: Path, name: str, text
     assert len(raised.value.sentences) == 1
 
 
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("base_model: x\ndatasets: [{path: a}]\nlearning_rate: 1\nmicro_batch_size: 2\nsequence_len: 9\n", "Axolotl"),
+        ("model_name_or_path: q\nstage: sft\nfinetuning_type: lora\ntemplate: qwen\nbf16: true\n", "LLaMA-Factory"),
+        ("output_dir: x\nmax_steps: 3\nlearning_rate: 1e-4\nseed: 1\n", "Hugging Face's Trainer"),
+        ("model_name_or_path: q\nper_device_train_batch_size: 1\n", "Hugging Face's Trainer"),
+        ("name: a\ntrainer: {devices: 1}\nexp_manager: {}\nmodel: {micro_batch_size: 1}\n", "NeMo"),
+        ("model: {_component_: a}\ntokenizer: {path: x}\ncheckpointer: {}\noptimizer: {lr: 1}\n", "torchtune"),
+        ("model_name: a\nout_dir: x\ntrain: {save_interval: 1}\ndata: null\noptimizer: AdamW\n", "LitGPT"),
+    ],
+)
+def test_a_config_that_is_not_translated_is_one_message(tmp_path: Path, text: str, name: str) -> None:
+    """Each of its keys was a line of its own before."""
+    path = tmp_path / "a.yml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=f"a.yml is a config of {name}, which is not translated: ") as raised:
+        load_config(path)
+    assert len(raised.value.sentences) == 1
+
+
 def test_every_mistake_in_the_section_deepspeed_is_told_at_its_line(tmp_path: Path, minimal: Path) -> None:
     section = """\
 deepspeed:
