@@ -1,6 +1,5 @@
 """Files that are read through a decompressor, chosen by their ending, and the reasons for which one cannot be."""
 
-import codecs
 import io
 import lzma
 import re
@@ -8,10 +7,11 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 from data_pipeline.errors import DataError
-from data_pipeline.sources.document import not_utf8
+from data_pipeline.sources.document import is_utf16, not_utf8
 from data_pipeline.sources.remote_file import Place, RemoteFile, open_file, size_of
 
 _CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4", ".xz": "xz"}
@@ -87,7 +87,7 @@ def refuse_other_kind(stream: io.BufferedReader, path: Place) -> None:
     kind = next((kind for kind, bytes_ in _BEGINNINGS.items() if start.startswith(bytes_)), None)
     if kind is not None and not _BEGINNINGS[kind].isascii():
         raise DataError(f"{path} is a {kind} file by its first bytes, and no text: give it the ending of what it is")
-    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+    if is_utf16(start[:_HEAD_BYTES]):
         raise not_utf8(str(path), start)
 
 
@@ -96,7 +96,7 @@ def _decompressed(path: Place, about_bytes: int) -> io.RawIOBase:
     if codec == "xz":
         xz = partial(lzma.LZMADecompressor, memlimit=_XZ_MEMORY)
         return _Decompressed(open_file(path, about_bytes), xz, lzma.LZMAError)
-    if codec == "gzip" and _is_filled_up(path):
+    if codec == "gzip" and (isinstance(path, RemoteFile) or _is_filled_up(path)):
         return _Decompressed(open_file(path, about_bytes), partial(zlib.decompressobj, 31), zlib.error)
     if codec == "zstd":
         import zstandard
@@ -156,9 +156,12 @@ def _head(path: Place) -> bytes:
         return stream.read(_HEAD_BYTES)
 
 
-def _is_filled_up(path: Place) -> bool:
-    """Returns whether a file here ends in more zeros than the end of a gzip member can have, as tapes fill blocks."""
-    if isinstance(path, RemoteFile) or path.stat().st_size < _END_BYTES:
+def _is_filled_up(path: Path) -> bool:
+    """Returns whether a file here ends in more zeros than the end of a gzip member can have, as tapes fill blocks.
+
+    The end of a remote one is not looked at: that would be a request of its own, which many servers do not answer.
+    """
+    if path.stat().st_size < _END_BYTES:
         return False
     with path.open("rb") as stream:
         stream.seek(-_END_BYTES, io.SEEK_END)

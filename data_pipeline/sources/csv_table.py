@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from data_pipeline.errors import DataError
-from data_pipeline.sources.compressed import open_text, size_of_text
+from data_pipeline.sources.compressed import open_text, refuse_other_kind, size_of_text
 from data_pipeline.sources.document import (
     LONGEST_ROW,
     Document,
@@ -57,6 +57,7 @@ class CsvTable:
         """Yields the rows, each with the place where it ends; what `csv` lacks or has in excess is None."""
         csv.field_size_limit(self.longest)
         with open_text(self.path, about_bytes) as stream:
+            refuse_other_kind(stream, self.path)
             lines = _Lines(stream, self)
             rows = csv.DictReader(lines, strict=True)
             try:

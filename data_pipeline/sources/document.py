@@ -11,6 +11,8 @@ LONGEST_ROW = 1 << 24
 """Bytes of a row that are read: a line or an element of JSON, which takes 26 times as much as Python's objects, a row
 of a table."""
 
+_LEAST_HALVES = 8  # bytes 0, which by chance do not stand on even places alone, or on odd ones
+
 OnBadRow = Callable[[DataError], None]
 """Takes the sentence about a row that holds no document; the row is left out if it returns."""
 
@@ -33,10 +35,19 @@ def too_long(where: str, longest: int) -> DataError:
     return DataError(f"{where} has more than {longest:,} bytes: cut the document, or raise --longest-row")
 
 
+def is_utf16(content: bytes) -> bool:
+    """Returns whether the beginning of a text is probably UTF-16 or UTF-32, with or without the mark of its order.
+
+    UTF-8 has no byte 0 but that of the character 0; in UTF-16 it is half of each letter of Latin, line break or space.
+    """
+    first, second = content[::2].count(0), content[1::2].count(0)
+    is_half = min(first, second) == 0 and max(first, second) >= _LEAST_HALVES
+    return content[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) or 0 in content[:2] or is_half
+
+
 def not_utf8(where: str, content: bytes, byte: int | None = None) -> DataError:
     """Returns the message about `content` that is not UTF-8, from `byte` of its file on."""
-    is_utf16 = content[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) or 0 in content[:2]
-    named = ", it looks like UTF-16" if is_utf16 else ""
+    named = ", it looks like UTF-16" if is_utf16(content) else ""
     at = f" (byte {byte})" if byte is not None else ""
     return DataError(f"{where} is not UTF-8 text{at}{named}: convert it to UTF-8, or leave it out of the sources")
 

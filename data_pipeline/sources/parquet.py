@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import pyarrow.parquet
 
 _MOST_ROWS, _MOST_NESTED = 256, 16  # rows that are read at once; of lists, whose repeated texts are multiplied
+_MOST_CODED = 8  # times that a group is read of which each batch has all texts, as a dictionary, and of a row a number
 _READ_BYTES = 1 << 24  # of a column, that so many rows take at most
 _BUFFER_BYTES = 1 << 20  # of a column, in place of a whole group of rows
 
@@ -56,12 +57,14 @@ class ParquetRows:
         with _Opened(self.path, stretch.size_bytes) as (table, by_dictionary):
             columns = self.columns(table.schema_arrow.names)
             self.check_columns(table.schema_arrow)
-            metadata = table.metadata
+            metadata, is_coded = table.metadata, _is_coded(table.schema_arrow, columns)
             groups = range(stretch.begin, min(stretch.end or metadata.num_row_groups, metadata.num_row_groups))
             number = sum(metadata.row_group(group).num_rows for group in range(stretch.begin))
             for group in groups:
                 rows = _rows_at_once(metadata.row_group(group), columns)
                 rows = max(1, min(rows, _READ_BYTES // (1 + _longest_repeated(by_dictionary, group, columns))))
+                if is_coded:
+                    rows = max(1, -(-metadata.row_group(group).num_rows // _MOST_CODED))
                 for batch in table.iter_batches(rows, row_groups=[group], columns=columns):
                     place = f"{self.path}, row "
                     yield from documents_of(batch, number, place, "", self.longest, self.document_of, on_bad_row)
@@ -126,6 +129,13 @@ class _Opened:
         if isinstance(error, pyarrow.ArrowException | OSError) and not is_of_disk:
             reason = str(error).partition("\n")[0].partition(". ")[0].rstrip(".")
             raise DataError(f"{self._path} is not a whole parquet file ({reason}): fetch or write it again") from error
+
+
+def _is_coded(schema: "pyarrow.Schema", columns: Sequence[str]) -> bool:
+    """Returns whether whoever wrote a file gave the columns dictionaries, as pandas does for categories."""
+    import pyarrow as pa
+
+    return all(pa.types.is_dictionary(schema.field(name).type) for name in columns)
 
 
 def _rows_at_once(group: Any, columns: Sequence[str]) -> int:

@@ -23,10 +23,12 @@ _ATTEMPTS = 4  # to read on where a connection broke, with 1, 2 and 4 s between 
 _CONNECT_S, _ANSWER_S = 10, 30
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "http": "http", "https": "http"}
 _OF_ONE_HOST = ("ftp", "sftp", "ssh", "smb")  # for which fsspec wants the host, and its password, apart from the URL
+_HADOOP = ("hdfs", "arrow_hdfs")
 _WEB = ("http", "https")
 _MARKS = ("ETag", "etag", "blob_id", "md5Hash", "content_md5", "Content-MD5", "crc32c", "generation")
 _TIMES = ("LastModified", "Last-Modified", "last_modified", "mtime", "updated", "modified")
 _NO_ACCESS = re.compile("Credential|PermissionError|ProfileNotFound|SSOToken|TokenRetrieval|RefreshError|GatedRepo")
+_NO_ENDPOINT = re.compile("EndpointResolution|Invalid endpoint")
 _NOT_THERE = re.compile("FileNotFound|NoSuchBucket|EntryNotFound|RepositoryNotFound|RevisionNotFound")
 
 
@@ -129,12 +131,30 @@ def _checked_protocol(spec: str) -> str:
         raise DataError(f"source {spec}: there is no protocol {protocol}: use s3://, gs://, hf:// or https://")
     if protocol in _OF_ONE_HOST:
         raise DataError(f"source {shown}: {protocol}:// is not read here: download it and give the file")
+    _check_library(protocol, shown)
+    return protocol
+
+
+def _check_library(protocol: str, place: str) -> None:
+    """Raises DataError if what fsspec needs for a protocol is not there."""
+    import fsspec
+
     try:
         fsspec.get_filesystem_class(protocol)
+        if protocol not in (*_EXTRAS, "hf"):  # whose libraries look for credentials
+            _filesystem(protocol)
     except ImportError as error:
         remedy = f"pip install 'megalite[{_EXTRAS[protocol]}]'" if protocol in _EXTRAS else str(error)
-        raise DataError(f"source {spec}: {protocol} needs a package that is not installed: {remedy}") from None
-    return protocol
+        raise DataError(f"source {place}: {protocol} needs a package that is not installed: {remedy}") from None
+    except Exception as error:  # each library has its own
+        if protocol in _HADOOP and "lib" not in str(error):
+            return  # its server does not answer, and will not later
+        if protocol in _HADOOP:
+            raise DataError(
+                f"source {place}: {protocol} needs Java and Hadoop's libhdfs, which are not found here: install both "
+                "and set JAVA_HOME, HADOOP_HOME and CLASSPATH, or download it and give the file"
+            ) from None
+        raise DataError(f"source {place}: {protocol}:// is not read here: download it and give the file") from None
 
 
 @lru_cache(maxsize=8)
@@ -274,6 +294,11 @@ def _one_sentence(url: str) -> Iterator[None]:
             raise DataError(
                 f"source {url} can only be read from its beginning to its end at once, as its server knows no ranges, "
                 "and that did not do: download it and give the file"
+            ) from None
+        if _NO_ENDPOINT.search(f"{names} {error if isinstance(error, ValueError) else ''}"):
+            raise DataError(
+                f"source {url} cannot be read, because the endpoint that is set for its store is no URL: begin "
+                "AWS_ENDPOINT_URL, or endpoint_url in ~/.aws/config, with http:// or https://"
             ) from None
         why = f"{type(error).__name__}{f', status {status}' if status else ''}"
         raise DataError(

@@ -4,7 +4,7 @@ import codecs
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from data_pipeline.sources.compressed import open_text, size_of_text
+from data_pipeline.sources.compressed import open_text, refuse_other_kind, size_of_text
 from data_pipeline.sources.document import Document, OnBadRow, file_identity, not_utf8
 from data_pipeline.sources.remote_file import Place
 from data_pipeline.sources.stretch import WHOLE, Stretch, whole_file
@@ -41,6 +41,8 @@ class TextFile:
         with open_text(self.path, about_bytes) as stream:
             if begin:
                 stream.seek(begin)
+            else:
+                refuse_other_kind(stream, self.path)
             while True:
                 block = stream.read(_BLOCK_BYTES if end is None else min(_BLOCK_BYTES, end - position))
                 held_back = len(decoder.getstate()[0])  # bytes of a character that the last block cut

@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 from data_pipeline.errors import DataError, first_names
 from data_pipeline.files import decimal_size, user_path
 from data_pipeline.packing_plan import plan_ending
-from data_pipeline.token_cache import CorpusCopy, free_bytes
+from data_pipeline.token_cache import CorpusCopy, free_bytes, may_write
 from launch.trainer.packing import packed_splits
 from megalite.checkpoint.errors import StorageError
 from megalite.checkpoint.remote.storage import PATIENCE, Store
@@ -117,6 +117,8 @@ class HostFetch:
         """Raises DataError if this host's disk has no room for what is to be fetched."""
         needed = self.total - sum(copy.bytes_here() for copy in self.missing)
         if needed > (free := free_bytes(self.cache)):
+            if not may_write(self.cache):  # a disk that nobody may write has no free bytes either
+                raise DataError(f"{self.cache} cannot be written: set data.cache to a folder of yours")
             raise DataError(
                 f"{self.cache} has room for {decimal_size(free)}, and the copy of {self.names()} takes "
                 f"{decimal_size(needed)} more: remove copies there that no run uses, or set data.cache to a folder "

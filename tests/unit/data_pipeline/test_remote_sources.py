@@ -51,6 +51,7 @@ def files(tmp_path: Path) -> Path:
     (folder / "sub").mkdir(parents=True)
     (folder / "a.jsonl").write_bytes(LINES)
     (folder / "b.jsonl.gz").write_bytes(gzip.compress(LINES))
+    (folder / "tape.jsonl.gz").write_bytes(gzip.compress(LINES) + b"\0" * 1000)
     (folder / "c.csv").write_text('n,text\n1,"one, two"\n2,three\n')
     (folder / "d.txt.bz2").write_bytes(bz2.compress("plain téxt\n".encode() * 9000))
     write_table(pa.Table.from_pylist(ROWS), folder / "e.parquet", row_group_size=700)
@@ -75,6 +76,7 @@ def test_every_format_on_an_object_store_gives_the_documents_of_the_same_files_h
         "f.json",
         "sub/g.jsonl.zst",
         "sub/h.txt.lz4",
+        "tape.jsonl.gz",
     ):
         assert documents([f"{place}/{name}"]) == documents([str(files / name)]), name
     assert documents([place]) == documents([str(files)]) == documents([f"{place}/"])
@@ -304,6 +306,8 @@ SECRET = "hunter2"
         ("s3://", "names no file"),
         ("nosuch://bucket/a.txt", "there is no protocol nosuch: use s3://"),
         ("ftp://host.example/a.txt", "ftp:// is not read here: download it"),
+        ("webhdfs://host.example/a.txt", "webhdfs:// is not read here: download it"),
+        ("hdfs://host.example/a.txt", "hdfs needs Java and Hadoop's libhdfs, which are not found here: install both"),
         ("https://[::1/a.txt", "is not a URL that can be read"),
         ("http://127.0.0.1:1/a.txt", "cannot be read"),
         ("s3://bucket/nothing/here.txt", "there is no such file, and no folder or pattern with files"),
@@ -331,6 +335,16 @@ def test_what_a_server_refuses_or_does_not_tell_is_one_sentence(web: Served, s3:
     s3.faults = [Fault(lambda _: True, "error", None, 403)]
     with pytest.raises(DataError, match=r"may not be read: set credentials for it"):
         documents([f"{place}/a.txt"])
+
+
+@pytest.mark.parametrize("endpoint", ["localhost:9000", "htp://minio.example"])
+def test_an_endpoint_that_is_no_url_is_named(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The network was blamed."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    remote_file._filesystem.cache_clear()
+    with pytest.raises(DataError, match=r"its store is no URL: begin AWS_ENDPOINT_URL, .* with http:// or https://"):
+        documents(["s3://bucket/a.txt"])
+    remote_file._filesystem.cache_clear()
 
 
 def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

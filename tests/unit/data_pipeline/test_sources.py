@@ -188,6 +188,12 @@ def test_texts_of_parquet_that_are_not_repeated_are_not_kept(tmp_path: Path, mon
     assert documents([str(tmp_path / "rows.parquet")]) == texts
     assert max(sizes) < sum(map(len, texts)) / 8
 
+    sizes.clear()
+    table = pa.table({"text": pa.array(texts).dictionary_encode()})  # as pandas writes a column of categories
+    write_table(table, tmp_path / "coded.parquet")
+    assert documents([str(tmp_path / "coded.parquet")]) == texts
+    assert len(sizes) <= 8, "each batch has all texts, whatever its rows"
+
 
 @pytest.mark.parametrize("is_chat", [False, True])
 def test_a_text_that_parquet_holds_once_for_all_rows_is_not_multiplied(is_chat: bool, tmp_path: Path) -> None:
