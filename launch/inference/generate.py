@@ -19,12 +19,16 @@ from typing import Literal
 
 import torch
 
+from data_pipeline.files import decimal_size
 from data_pipeline.tokenizer_reading import HubTokenizer
 from launch.errors import LaunchError
+from launch.huggingface.model_folder import DTYPES
 from launch.inference.chat_template import Dialogue
-from launch.inference.session import Loaded, ModelPlacement, load, rank_main
+from launch.inference.session import Loaded, ModelPlacement, load, rank_main, resolve
 from launch.inference.session import run as run_anywhere
 from launch.inference.stored_model import StoredModel
+from launch.runtime.devices import gpu_memory_bytes
+from launch.runtime.host_probe import host_memory_bytes
 from launch.runtime.logs import get_logger
 from launch.runtime.printing import print_result, say
 from launch.runtime.rank_process import run_to_the_end
@@ -242,6 +246,7 @@ def _prompt_tokens(
     else:
         tokens = _tokens_of(prompt, tokenizer)
     stored.check_ids(tokens, "the prompt")
+    check_cache(stored.model, resolve(request.place, stored), len(tokens) + request.max_new_tokens)
     model, new, room = stored.model, request.max_new_tokens, _room(stored.model, len(tokens))
     if model.position_embedding == "learned" and new > room:
         raise LaunchError(
@@ -249,6 +254,21 @@ def _prompt_tokens(
             f"positions that this model has learned: {'shorten the prompt' if room < 1 else f'ask for {room} new ones'}"
         )
     return tokens
+
+
+def check_cache(model: ModelConfig, place: ModelPlacement, tokens: int) -> None:
+    """Raises LaunchError if the keys and values of so many tokens take more than all memory of their device.
+
+    `place` has no `auto`: it is one that `resolve` has returned.
+    """
+    heads = max(1, model.num_key_value_heads // place.tensor_parallel_size)
+    each = 2 * heads * model.head_dim * model.num_hidden_layers * DTYPES[place.dtype].itemsize
+    memory = gpu_memory_bytes() if place.device == "cuda" else host_memory_bytes() // place.tensor_parallel_size
+    if memory is not None and tokens * each > memory:
+        raise LaunchError(
+            f"the keys and values of {tokens:,} tokens take {decimal_size(tokens * each)} on each rank, which has "
+            f"{decimal_size(memory)}: set --max-new-tokens so that prompt and answer have at most {memory // each:,}"
+        )
 
 
 def _room(model: ModelConfig, prompt_tokens: int) -> int:
@@ -284,6 +304,8 @@ def run(request: GenerateRequest) -> int:
     def check(request: GenerateRequest, stored: StoredModel) -> None:
         tokenizer = stored.loaded_tokenizer
         with _dialogue(request, stored, tokenizer) as dialogue:  # each message of a conversation alone
+            if dialogue and dialogue.notice:
+                log.warning("%s", dialogue.notice)
             lengths = [
                 len(_prompt_tokens(request, stored, tokenizer, dialogue, number, prompt))
                 for number, prompt in enumerate(request.prompts)

@@ -27,6 +27,7 @@ from launch.runtime.printing import say
 from launch.runtime.processes import end_with_parent
 from launch.runtime.rank_environment import this_rank
 from launch.runtime.rank_process import tell_once
+from megalite.checkpoint.reader import CheckpointReader
 from megalite.config import LaunchConfig
 from megalite.config.suggestions import tensor_parallel_fits, tensor_parallel_near
 from megalite.engine.errors import RendezvousFailed
@@ -84,9 +85,14 @@ def resolve(place: ModelPlacement, stored: StoredModel) -> ModelPlacement:
 
 
 def load(place: ModelPlacement, rank: int = 0, stored: StoredModel | None = None) -> Loaded:
-    """Reads the weights of one of the model's `tensor_parallel_size` ranks; opens the model unless it is `stored`."""
+    """Reads the weights of one of the model's `tensor_parallel_size` ranks; opens the model unless it is `stored`.
+
+    The first one reads all files of a checkpoint: raises CheckpointError if one has another digest than was recorded.
+    """
     stored = stored or open_stored(place.path, place.tokenizer)
     place = resolve(place, stored)
+    if rank == 0 and isinstance(stored.weights, CheckpointReader):  # wrong numbers make text, too
+        stored.weights.verify_weights(lambda *_: None)
     device = torch.device("cpu" if place.device == "cpu" else f"cuda:{rank}")
     tp = TensorParallel(place.tensor_parallel_size, rank)
     module = filled_model(stored.model, tp, stored.weights.fill, device, DTYPES[place.dtype])

@@ -174,6 +174,12 @@ def test_text_is_transformers_own_from_a_folder_and_from_a_checkpoint(spoken: Pa
     assert (made.new_tokens, made.prompt_tokens) == (12, len(tokenizer("def f").input_ids))
     import_hugging_face(spoken, tmp_path / "checkpoint", validate=False)
     assert generate(tmp_path / "checkpoint", "def f", max_new_tokens=12) == made
+    weights = max(tmp_path.glob("checkpoint/*.safetensors"), key=lambda path: path.stat().st_size)
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(USER_ERRORS, match=rf"{weights.name} has changed since it was written: its digest differs"):
+        generate(tmp_path / "checkpoint", "def f", max_new_tokens=12)
 
 
 @pytest.mark.parametrize("where", ["generation_config.json", "config.json", "tokenizer_config.json"])
@@ -204,7 +210,7 @@ def test_a_text_ends_where_transformers_ends_it(spoken: Path, tmp_path: Path, wh
 
 
 def test_a_chat_goes_through_the_template_and_ends_as_it_says(
-    spoken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    spoken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Catches an answer that goes on behind the end of its turn, because the model's files name another token."""
     folder = tmp_path / "hf"
@@ -232,6 +238,15 @@ def test_a_chat_goes_through_the_template_and_ends_as_it_says(
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"def\n \nx")))  # typed: the same conversation
     assert list(generations(replace(request, prompts=[]), loaded, lambda text: None)) == [first, second]
 
+    with monkeypatch.context() as patch:  # a turn that may be too long says so, and the turns after it do not
+        patch.setattr("launch.inference.generate.generate_tokens", lambda *_: iter(expected[:1]))
+        _, second = generations(request, loaded, lambda text: None)
+        room = loaded.stored.model.max_position_embeddings + 1 - second.prompt_tokens
+        for new, warnings in ((room, 0), (room + 1, 1)):
+            asked = replace(request, prompts=["def", "x", "y"][: 2 + warnings], max_new_tokens=new)
+            capfd.readouterr()
+            list(generations(asked, loaded, lambda text: None))
+            assert capfd.readouterr().err.count("new ones are more than the") == warnings
     end = next(token for token in expected if expected.index(token) > 2)
     values = json.loads((folder / "tokenizer.json").read_text())
     content = tokenizer.convert_ids_to_tokens(end)

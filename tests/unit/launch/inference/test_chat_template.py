@@ -11,9 +11,12 @@ import pytest
 from data_pipeline.chat import renderer
 from data_pipeline.tokenizer_reading import HubTokenizer
 from launch.errors import LaunchError
+from launch.inference import generate
 from launch.inference.chat_template import Dialogue
 from launch.inference.generate import GenerateRequest
 from launch.inference.session import ModelPlacement
+from megalite.config import ModelConfig
+from megalite.config.known_models import run_of
 from tests.unit.data_pipeline.chat.templates import ENDS, NOT_SPECIAL, SPECIAL, TEMPLATES
 
 FOLDER = Path("model")
@@ -58,6 +61,7 @@ def test_prompts_are_transformers_own_and_end_as_the_template_ends_an_answer(fam
     with Dialogue(saved(tokenizer, tmp_path), FOLDER) as dialogue:
         assert dialogue.ask("a  b") == tokenizer.apply_chat_template(said, add_generation_prompt=True)["input_ids"]
         assert tokenizer.convert_ids_to_tokens(list(dialogue.end_of_turn)) == [ENDS.get(family, "<|im_end|>")]
+        assert dialogue.notice is None, "also for a template that has no prompt and needs none, such as mistral's"
         dialogue.answered("a  b", "c\n d")
         said += [{"role": "assistant", "content": "c\n d"}, {"role": "user", "content": "e"}]
         assert dialogue.ask("e") == tokenizer.apply_chat_template(said, add_generation_prompt=True)["input_ids"]
@@ -99,6 +103,12 @@ def test_a_template_that_cannot_be_used_is_one_sentence(monkeypatch: pytest.Monk
             Dialogue(saved(tokenizer_with(template), tmp_path), FOLDER)
 
 
-def test_more_new_tokens_than_a_cache_holds_are_refused() -> None:
+def test_more_new_tokens_than_a_cache_holds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(LaunchError, match="99,999,999,999 is more than 1,000,000: ask for fewer"):
         GenerateRequest(ModelPlacement("model"), ["a"], max_new_tokens=99_999_999_999)
+    model = ModelConfig.model_validate(run_of("llama3-8b")["model"])  # 32 layers, 8 heads of 128 for keys and values
+    monkeypatch.setattr(generate, "host_memory_bytes", lambda: 64 << 30)
+    place = ModelPlacement("model", 1, "cpu", "fp32")
+    generate.check_cache(model, place, 1 << 18)
+    with pytest.raises(LaunchError, match=r"1,000,000 tokens take 262\.1 GB .* has 68\.7 GB: .* at most 262,144"):
+        generate.check_cache(model, place, 1_000_000)
