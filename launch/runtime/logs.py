@@ -16,6 +16,9 @@ from launch.runtime.printing import escape_what_cannot_be_written, say
 
 LEVEL = "MEGALITE_LOG_LEVEL"
 PACKAGES = ("launch", "megalite", "models", "data_pipeline")
+NOISY = ("torchao", "torch.utils._pytree", "torch.distributed.elastic.multiprocessing.redirects")
+"""Libraries that warn users of what only their makers can change: binaries of other Pythons beside those that are
+loaded, a deprecated call of torchao's, redirects that a system lacks. transformers imports torchao wherever it is."""
 
 
 class _ConsoleHandler(logging.Handler):
@@ -48,6 +51,8 @@ def configure_logging(level: str | None = None, *, rank: int | None = None) -> N
         logger.handlers = [handler]
         logger.setLevel(known.get(os.environ.get(LEVEL, ""), logging.INFO))
         logger.propagate = False
+    for package in NOISY:
+        logging.getLogger(package).setLevel(logging.ERROR)
 
 
 def get_logger(name: str) -> logging.Logger:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from difflib import SequenceMatcher, get_close_matches
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -17,6 +18,7 @@ from megalite.config.model import ModelConfig
 OptionPath = tuple[str, ...]
 
 NAME, NUMBER = "NAME", "N"  # stand for what names an item of a dict or a list of sections
+_MOST_NAMES = 10_000  # of a folder that are compared with one
 OTHER_SECTION = 1.5
 """Distance in letters of options in different sections: a typo in a section wins over a namesake in another one."""
 
@@ -67,7 +69,8 @@ def nearest_option(unknown: OptionPath, value: Any, model: type[BaseModel]) -> t
 def nearest_path(path: Path) -> str:
     """Returns words about what was probably meant by a path that does not exist, among the names beside it."""
     with suppress(OSError):
-        if found := get_close_matches(path.name, [one.name for one in path.parent.iterdir()], n=1, cutoff=0.75):
+        names = [one.name for one in islice(path.parent.iterdir(), _MOST_NAMES)]
+        if found := get_close_matches(path.name, names, n=1, cutoff=0.75):
             return f" (did you mean {path.parent / found[0]}?)"
     return ""
 

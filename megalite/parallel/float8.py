@@ -12,7 +12,6 @@ differ by the rounding of float8, and no scale travels.
 from __future__ import annotations
 
 import dataclasses
-import logging
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -55,9 +54,6 @@ class Float8Product:
     """`F.linear` in float8; on a CPU by fp32 products of the rounded operands."""
 
     def __init__(self, recipe: Recipe) -> None:
-        # torchao reports binaries of other Pythons that it does not load, and torch a deprecated call of torchao's
-        for name in ("torchao", "torch.utils._pytree"):
-            logging.getLogger(name).setLevel(logging.ERROR)
         from torchao.float8.config import Float8LinearConfig
 
         config = Float8LinearConfig.from_recipe_name(recipe)

@@ -422,6 +422,10 @@ def test_a_script_is_read_in_bounded_time_and_memory(tmp_path: Path) -> None:
     began = time.process_time()
     result = migrated(tmp_path, open_sh="cat <<A\n" * 10_000 + MEGATRON)
     assert time.process_time() - began < 2 and result.options["model.num_hidden_layers"] == 24
+    for unit in ("${a:-", "A=${ ", "A=$( "):  # each was looked through to the end of the script
+        began = time.process_time()
+        result = migrated(tmp_path, open_sh=MEGATRON + unit * (60_000 // len(unit)))
+        assert time.process_time() - began < 4 and result.options["model.num_hidden_layers"] == 24, unit
 
 
 def test_a_secret_is_neither_shown_nor_written(tmp_path: Path) -> None:

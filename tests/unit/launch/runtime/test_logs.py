@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from launch.runtime.logs import LEVEL, configure_logging, get_logger
+from launch.runtime.logs import LEVEL, NOISY, configure_logging, get_logger
 
 
 @pytest.fixture(autouse=True)
@@ -53,3 +53,10 @@ def test_an_unknown_level_is_the_default(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv(LEVEL, "LOUD")
     configure_logging()
     assert logging.getLogger("launch").getEffectiveLevel() == logging.INFO
+
+
+def test_libraries_do_not_warn_of_what_no_user_can_change(capfd: pytest.CaptureFixture[str]) -> None:
+    configure_logging()
+    for name in NOISY:
+        logging.getLogger(name).warning("Failed to load _C_mxfp8.cpython-310-x86_64-linux-gnu.so")
+    assert capfd.readouterr() == ("", "")

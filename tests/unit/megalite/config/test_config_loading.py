@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from pydantic import BaseModel, ValidationError
 
+from data_pipeline import neighbours
 from megalite.config import Config, ConfigError, load_config, resolve_layout, wanted_world_size
+from megalite.config.suggestions import nearest_path
 
 
 def sections(model: type[BaseModel]) -> Iterator[type[BaseModel]]:
@@ -18,6 +21,19 @@ def sections(model: type[BaseModel]) -> Iterator[type[BaseModel]]:
     for field in model.model_fields.values():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             yield from sections(field.annotation)
+
+
+@pytest.mark.parametrize("nearest", [nearest_path, neighbours.nearest])
+def test_a_misspelt_path_is_compared_with_so_many_names(
+    nearest: Callable[[Path], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder of ten million files took minutes before the message that one is not there."""
+    (tmp_path / "config.yaml").touch()
+    assert nearest(tmp_path / "confg.yaml") == f" (did you mean {tmp_path / 'config.yaml'}?)"
+    listed = itertools.count()
+    monkeypatch.setattr(Path, "iterdir", lambda self: (self / str(n) for n in iter(listed.__next__, 20_000)))
+    assert nearest(tmp_path / "confg.yaml") == ""
+    assert next(listed) < 20_000
 
 
 def test_required_options_are_enough_and_sizes_are_derived(minimal: Path) -> None:

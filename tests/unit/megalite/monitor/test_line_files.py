@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import resource
+import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 
@@ -147,3 +151,42 @@ def test_a_synced_file_is_on_disk_with_its_name(tmp_path: Path, monkeypatch: pyt
     assert synced == []  # not in a step's way
     sink.sync()
     assert synced == [str(tmp_path / METRICS), str(tmp_path)]
+
+
+def test_a_kill_loses_no_acknowledged_line_and_leaves_none_twice(tmp_path: Path) -> None:
+    """Thirty writers are killed at random moments, also inside a line and inside the cut by which a resume begins.
+
+    A reader sees all that was acknowledged, and at most the one thing more that the writer was at.
+    """
+    chance, path, found = random.Random(29), tmp_path / "metrics.jsonl", list[dict[str, Any]]()
+    for attempt in range(30):
+        kept = max(0, len(found) - chance.randrange(4)) if len(found) < 60 else 5
+        texts = ["x" * chance.choice((9, 99, 300_000)) for _ in range(40)]
+        lines = [{"step": kept + n, "attempt": attempt, "text": text} for n, text in enumerate(texts, start=1)]
+        states = [found, *(found[:kept] + lines[:n] for n in range(len(lines) + 1))]
+        reading, writing = os.pipe()
+        if (writer := os.fork()) == 0:
+            _write_lines(path, kept, lines, writing)
+        os.close(writing)
+        with os.fdopen(reading, "rb") as acknowledged:
+            done = len(acknowledged.read(chance.randrange(9)))
+            time.sleep(chance.random() / 500)
+            os.kill(writer, signal.SIGKILL)
+            os.waitpid(writer, 0)
+            done += len(acknowledged.read())
+        found = read_lines(path)
+        steps = [(one["attempt"], one["step"]) for one in found]
+        assert found in states[done : done + 2], f"attempt {attempt}, {done} acknowledged: {steps}"
+    assert found[-1]["step"] == len(found)
+
+
+def _write_lines(path: Path, kept: int, lines: list[dict[str, Any]], acknowledge: int) -> NoReturn:
+    """Writes as a run does that goes on behind a step, with a byte for the cut and for each line once it is written."""
+    with suppress(BaseException):
+        file = LineFile(path)
+        file.cut_after(kept)
+        os.write(acknowledge, b".")
+        for line in lines:
+            file.append(json.dumps(line) + "\n")
+            os.write(acknowledge, b".")
+    os._exit(0)
