@@ -1,15 +1,18 @@
 """Files that appear under their final names whole or not at all, and files that are read at random places."""
 
+from __future__ import annotations
+
 import hashlib
 import os
 import re
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO
-
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from data_pipeline.errors import DataError
+
+if TYPE_CHECKING:  # every command starts with this file, and few need numpy, which takes a tenth of a second
+    from numpy.typing import NDArray
 
 
 def with_ending(prefix: Path, ending: str) -> Path:

@@ -3,8 +3,9 @@
     python -m benchmarks.planner.processor_time REVISION           # prints the table
     python -m benchmarks.planner.processor_time REVISION --write   # and writes benchmarks/results/planner_time.md
 
-Whole commands, the start of Python included, with all threads. Both trees answer in turns, so that what else the
-machine does counts for both alike.
+Whole commands, the start of Python included, with all threads, and with the byte code that an installed package has:
+the first round, which may compile it, is not counted. Both trees answer in turns, so that what else the machine does
+counts for both alike.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def processor_s(tree: Path, words: Sequence[str], config: Path) -> float:
     subprocess.run(
         [sys.executable, "-P", "-m", "launch", "plan", command, str(config), "--accelerator", "H100", *options],
         cwd=config.parent,
-        env=os.environ | {"PYTHONPATH": str(tree)},
+        env=os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": ""},
         check=True,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -80,6 +81,8 @@ def main() -> None:
         git = ["git", "-C", str(ROOT), "worktree"]
         subprocess.run([*git, "add", "--detach", "--quiet", str(other), options.revision], check=True)
         try:
+            for tree in (other, ROOT):
+                processor_s(tree, COMMANDS[next(iter(COMMANDS))], config)
             for name in [name for name in COMMANDS for _ in range(options.rounds)]:
                 for tree, seconds in zip((other, ROOT), taken[name], strict=True):
                     seconds.append(processor_s(tree, COMMANDS[name], config))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
+from functools import wraps
+from inspect import Parameter, Signature
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
@@ -67,6 +70,55 @@ PricePerAcceleratorHour = Annotated[
     float | None,
     typer.Option("--price-per-accelerator-hour", help="Price of one accelerator for an hour, in any currency."),
 ]
+
+
+class Options:
+    """The arguments and options of a command: each annotated field of a subclass, its own before those it inherits."""
+
+    def __init__(self, context: typer.Context, values: Mapping[str, Any]) -> None:
+        vars(self).update(values)
+        self.given = {name for option in context.command.params if (name := _given_name(context, option))}
+
+    def check_numbers(self, *, above_0: str = "", from_0: str = "") -> None:
+        """Raises LaunchError where a field that is named, if it has a value, is no such finite number."""
+        for name in (*above_0.split(), *from_0.split()):
+            if (value := getattr(self, name)) is not None:
+                finite_number(f"--{name.replace('_', '-')}", value, zero=name in from_0.split())
+
+
+Model = TypeVar("Model", bound=Options)
+
+
+def taking(model: type[Model]) -> Callable[[Callable[[Model], None]], Callable[..., None]]:
+    """Makes of a function of `model` a command with the options that typer derives from its fields."""
+    names = dict.fromkeys(name for one in model.__mro__ for name in vars(one).get("__annotations__", ()))
+    hints = get_type_hints(model, include_extras=True)
+    fields = [
+        Parameter(name, Parameter.KEYWORD_ONLY, default=getattr(model, name, Parameter.empty), annotation=hints[name])
+        for name in names
+    ]
+
+    def of(command: Callable[[Model], None]) -> Callable[..., None]:
+        @wraps(command)
+        def run(context: typer.Context, **values: Any) -> None:
+            command(model(context, values))
+
+        context = Parameter("context", Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
+        run.__signature__ = Signature([context, *fields])  # type: ignore[attr-defined]
+        return run
+
+    return of
+
+
+def _given_name(context: typer.Context, option: Any) -> str:
+    """The long form of an option on the command line, such as `--blocking` for a flag that was negated; empty where it
+    is not there."""
+    if getattr(context.get_parameter_source(option.name), "name", "") != "COMMANDLINE":
+        return ""
+    if option.param_type_name != "option":
+        return option.name
+    is_negated = context.params.get(option.name) is False and option.secondary_opts
+    return max(option.secondary_opts if is_negated else option.opts, key=len)
 
 
 def check_one_format(*, as_json: bool, as_csv: bool) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -13,13 +12,17 @@ from launch.cli.options import (
     MOST_ACCELERATORS,
     AsJson,
     ConfigPath,
+    Options,
     Overrides,
     PricePerAcceleratorHour,
     check_one_format,
     checked_price,
+    taking,
 )
 from launch.errors import LaunchError
 from launch.output import check_writable, print_csv, print_json, progress_lines, write_file
+from launch.planning.batch_words import stage_facts, stage_in_words
+from launch.planning.cluster import cluster_at, here, search_here
 from launch.planning.tables.layouts import (
     LayoutRow,
     context_rows,
@@ -39,7 +42,7 @@ from megalite.config.known_models import origin, run_of
 from megalite.config.load import stated_values
 from megalite.config.suggestions import dotted
 from megalite.config.yaml_text import to_yaml
-from megalite.planner.contexts import contexts
+from megalite.planner.contexts import ContextLength, contexts
 from megalite.planner.explanation import caveats, explain, why_nothing_fits
 from megalite.planner.hardware import Cluster, is_guess
 from megalite.planner.outlook import outlook_of
@@ -50,34 +53,36 @@ log = get_logger(__name__)
 ALL_AUTO = tuple(f"{dotted(path)}=auto" for path in (*PLACEHOLDERS, DATA))
 
 
-def layouts(
-    config_path: ConfigPath,
-    overrides: Overrides = None,
-    *,
-    cluster: Annotated[
-        Path | None, typer.Option(help="YAML file with accelerator, nodes and accelerators_per_node.")
-    ] = None,
-    hostfile: Annotated[
-        Path | None, typer.Option("--hostfile", "-H", help="Alternative: a file of hosts with their slots.")
-    ] = None,
-    gpus: Annotated[int | None, typer.Option(min=1, help="Alternative: a number of --accelerator.")] = None,
-    gpus_per_node: Annotated[int | None, typer.Option(min=1, help="GPUs per node, with --gpus; default: 8.")] = None,
-    accelerator: Annotated[
-        str | None, typer.Option(help="Accelerator of the hosts, such as H100; required with --gpus and --hostfile.")
-    ] = None,
-    top: Annotated[int, typer.Option(min=1, help="Number of layouts to show.")] = 10,
-    write: Annotated[
-        Path | None, typer.Option(metavar="FILE.yaml", help="Write the config with the best layout to a file.")
-    ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the files of --write and --html.")] = False,
-    html: Annotated[Path | None, typer.Option(metavar="FILE.html", help="Write a report with figures.")] = None,
-    price: PricePerAcceleratorHour = None,
-    longest_context: Annotated[
-        bool, typer.Option("--longest-context", help="Also find the longest sequences that fit, with their MFU.")
-    ] = False,
-    as_csv: Annotated[bool, typer.Option("--csv", help="Print the layouts as CSV.")] = False,
-    as_json: AsJson = False,
-) -> None:
+class LayoutOptions(Options):
+    """The config, the cluster, and what is written."""
+
+    config_path: ConfigPath
+    overrides: Overrides = None
+    cluster: Path | None = typer.Option(None, help="YAML file with accelerator, nodes and accelerators_per_node.")
+    hostfile: Path | None = typer.Option(
+        None, "--hostfile", "-H", help="Alternative: a file of hosts with their slots."
+    )
+    gpus: int | None = typer.Option(None, min=1, help="Alternative: a number of --accelerator.")
+    gpus_per_node: int | None = typer.Option(None, min=1, help="GPUs per node, with --gpus; default: 8.")
+    accelerator: str | None = typer.Option(
+        None, help="Accelerator of the hosts, such as H100; required with --gpus and --hostfile."
+    )
+    top: int = typer.Option(10, min=1, help="Number of layouts to show.")
+    write: Path | None = typer.Option(
+        None, metavar="FILE.yaml", help="Write the config with the best layout to a file."
+    )
+    overwrite: bool = typer.Option(False, "--overwrite", help="Replace the files of --write and --html.")
+    html: Path | None = typer.Option(None, metavar="FILE.html", help="Write a report with figures.")
+    price: PricePerAcceleratorHour = None
+    longest_context: bool = typer.Option(
+        False, "--longest-context", help="Also find the longest sequences that fit, with their MFU."
+    )
+    as_csv: bool = typer.Option(False, "--csv", help="Print the layouts as CSV.")
+    as_json: AsJson = False
+
+
+@taking(LayoutOptions)
+def layouts(options: LayoutOptions) -> None:
     """Predict which layouts of a config fit, how fast each is and why, and how long the run takes. Starts nothing.
 
     Plans for this machine unless --cluster, --hostfile or --gpus is given. Layout options that are given as overrides
@@ -86,59 +91,75 @@ def layouts(
 
     Example: `megalite plan configs/quickstart.yaml --accelerator H100 --gpus 16 --write best.yaml`
     """
-    from launch.planning.batch_words import stage_facts, stage_in_words
-    from launch.planning.cluster import cluster_at, search_here
-
-    check_one_format(as_json=as_json, as_csv=as_csv)
-    price = checked_price(price)
-    _check_paths(write, html, [config_path, cluster, hostfile], overwrite)
-    there = cluster_at(cluster, hostfile, accelerator, gpus, gpus_per_node)
+    path, overrides, write, html = options.config_path, options.overrides or [], options.write, options.html
+    check_one_format(as_json=options.as_json, as_csv=options.as_csv)
+    checked_price(options.price)
+    _check_paths(write, html, [path, options.cluster, options.hostfile], options.overwrite)
+    there = cluster_at(options.cluster, options.hostfile, options.accelerator, options.gpus, options.gpus_per_node)
     if there is not None and there.accelerators > MOST_ACCELERATORS:
         raise LaunchError(
             f"a cluster of {there.accelerators:,} accelerators: a plan is for {MOST_ACCELERATORS:,} at most"
         )
-    config, own, problem = _load_with_auto(config_path, overrides or [], there)
-    where = "this machine" if there is None else f"{there.accelerators:,} x {there.accelerator_name}"
-    with progress_lines(f"judging layouts on {where}", every_s=1.0):
-        result = (
-            search_here(config, config.unresolved_options)
-            if there is None
-            else search(config, there, free=config.unresolved_options)
-        )
-    if result.best is None:
-        raise LaunchError(why_nothing_fits(config, result, config.unresolved_options))
-    lengths = None
-    if longest_context:
-        with progress_lines("judging longer sequences", every_s=1.0) as describe:
-            lengths = contexts(config, result.cluster, config.unresolved_options, describe)
-    per_node = result.cluster.accelerators_per_node
-    outlook = outlook_of(config, result.best.job, result.best.time.seconds, per_node)
-    if as_csv:
-        print_csv(rows_of(result, own, top))
-    elif as_json:
-        values = search_as_json(result, outlook_as_json(outlook, config, price), own, problem, top)
-        longer = {} if lengths is None else {"contexts": context_rows(lengths, result.cluster)}
-        print_json(values | longer)
-    else:
-        say(f"cluster: {_cluster_text(result.cluster)}")
-        layouts_table(rows_of(result, own, top), result).print()
-        if lengths is not None:
-            contexts_table(lengths, result.cluster).print()
-        if problem is not None:
-            say(f"as written it does not work: {problem}")
-        is_rough = is_guess(result.cluster.accelerator)
-        stages = [f"batch: {stage_in_words(stage)}" for stage in stage_facts(config)]
-        lines = [*explain(result), *stages, *outlook_lines(outlook, config, price, rough=is_rough)]
-        known = [origin(str(config_path))] if run_of(str(config_path)) and not config_path.exists() else []
-        say("\n".join([*lines, *(f"note: {line}" for line in [*known, *caveats(config, result)])]))
+    config, own, problem = _load_with_auto(path, overrides, there)
+    result, lengths = _searched(config, there, is_longer_wanted=options.longest_context)
+    _show(options, config, result, lengths, own, problem)
+    beside_result = options.as_json or options.as_csv
     if write is not None:
-        write_file(write, best_config(config_path, overrides or [], result))
-        _report(f"wrote {write}; train with: megalite train {write}", beside_result=as_json or as_csv)
+        write_file(write, best_config(path, overrides, result))
+        _report(f"wrote {write}; train with: megalite train {write}", beside_result=beside_result)
     if html is not None:
         from launch.planning.report.page import write_report
 
-        write_report(html, result, result.cluster, config_path.stem, config, price)
-        _report(f"wrote {html}", beside_result=as_json or as_csv)
+        write_report(html, result, result.cluster, path.stem, config, options.price)
+        _report(f"wrote {html}", beside_result=beside_result)
+
+
+def _searched(
+    config: Config, there: Cluster | None, *, is_longer_wanted: bool
+) -> tuple[SearchResult, list[ContextLength] | None]:
+    """The layouts, and the longest sequences where they are wanted. Raises LaunchError where nothing fits."""
+    free = config.unresolved_options
+    where = "this machine" if there is None else f"{there.accelerators:,} x {there.accelerator_name}"
+    with progress_lines(f"judging layouts on {where}", every_s=1.0):
+        result = search_here(config, free) if there is None else search(config, there, free=free)
+    if result.best is None:
+        raise LaunchError(why_nothing_fits(config, result, free))
+    if not is_longer_wanted:
+        return result, None
+    with progress_lines("judging longer sequences", every_s=1.0) as describe:
+        return result, contexts(config, result.cluster, free, describe)
+
+
+def _show(
+    options: LayoutOptions,
+    config: Config,
+    result: SearchResult,
+    lengths: list[ContextLength] | None,
+    own: LayoutRow | None,
+    problem: str | None,
+) -> None:
+    """Prints the result in the form that is asked for."""
+    assert result.best is not None
+    cluster, best, price = result.cluster, result.best, options.price
+    outlook = outlook_of(config, best.job, best.time.seconds, cluster.accelerators_per_node)
+    if options.as_csv:
+        print_csv(rows_of(result, own, options.top))
+        return
+    if options.as_json:
+        values = search_as_json(result, outlook_as_json(outlook, config, price), own, problem, options.top)
+        print_json(values | ({} if lengths is None else {"contexts": context_rows(lengths, cluster)}))
+        return
+    say(f"cluster: {_cluster_text(cluster)}")
+    layouts_table(rows_of(result, own, options.top), result).print()
+    if lengths is not None:
+        contexts_table(lengths, cluster).print()
+    if problem is not None:
+        say(f"as written it does not work: {problem}")
+    stages = [f"batch: {stage_in_words(stage)}" for stage in stage_facts(config)]
+    lines = [*explain(result), *stages, *outlook_lines(outlook, config, price, rough=is_guess(cluster.accelerator))]
+    name = str(options.config_path)
+    known = [origin(name)] if run_of(name) and not options.config_path.exists() else []
+    say("\n".join([*lines, *(f"note: {line}" for line in [*known, *caveats(config, result)])]))
 
 
 def _check_paths(write: Path | None, html: Path | None, read: Sequence[Path | None], overwrite: bool) -> None:
@@ -209,7 +230,6 @@ def _load_with_auto(
 
 def _as_written(config: Config, cluster: Cluster | None) -> LayoutRow:
     """Predicts the layout as written, on this machine if there is no cluster. Raises ConfigError if it cannot run."""
-    from launch.planning.cluster import here
     from launch.runtime.devices import gpu_count
 
     gpus = gpu_count() or None if cluster is None else cluster.accelerators

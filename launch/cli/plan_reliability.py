@@ -7,25 +7,16 @@ import math
 import time
 from dataclasses import fields, replace
 from datetime import date, datetime, timedelta
-from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import typer
 
-from launch.cli.options import (
-    MOST_ACCELERATORS,
-    AsJson,
-    Overrides,
-    PricePerAcceleratorHour,
-    check_one_format,
-    checked_price,
-    finite_number,
-)
+from launch.cli.options import MOST_ACCELERATORS, check_one_format, finite_number, taking
+from launch.cli.plan_options import DEFAULT_DAYS, JobOptions
 from launch.errors import LaunchError
 from launch.output import print_csv, print_json
 from launch.planning.prediction_by_size import SizedRun, counts_by, predicted_runs, steps_not_counted
 from launch.planning.tables.reliability import ReliabilityAnswer
-from launch.trainer.run_config import load_run_config
 from megalite.config import Config, ConfigError
 from megalite.planner.cost.shapes import parameters as parameters_of
 from megalite.planner.outlook import reliability_of
@@ -42,98 +33,61 @@ from megalite.planner.reliability.goodput_model import Reliability, at_scale
 from megalite.planner.units import plain
 
 OBSERVED = "--rate-per-1000-node-days"
-DEFAULT_DAYS = 30.0
 FROM_HOURS = "of checkpoint.mean_hours_between_failures"
+MTTF = "Mean time to failure of one, in hours; inf: never."
 
 
-Hours = Annotated[float | None, typer.Option(help="Mean time to failure of one, in hours; inf: never.")]
+class ReliabilityOptions(JobOptions):
+    """The numbers of GPUs, the failures of components, and checkpoints."""
+
+    gpus: str = typer.Option(
+        "8,32,...,1024", help="Numbers of GPUs; `...` doubles up to the next number.", metavar="N,N,...,N"
+    )
+    gpu_mttf_hours: float | None = typer.Option(None, help=MTTF)
+    nic_mttf_hours: float | None = typer.Option(None, help=MTTF)
+    psu_mttf_hours: float | None = typer.Option(None, help=MTTF)
+    node_mttf_hours: float | None = typer.Option(None, help=MTTF)
+    nics_per_node: int | None = typer.Option(None, min=0, help="Network adapters per node; default: one per GPU.")
+    psus_per_node: int | None = typer.Option(None, min=0, help="Power supplies per node; default 2.")
+    redundant_psu: bool = typer.Option(
+        False, "--redundant-psu", help="A node survives the failure of one power supply."
+    )
+    parameters: str | None = typer.Option(None, help="Parameters of the model, such as 70.6e9 or 70.6B, the default.")
+    contents: Contents = typer.Option(
+        Contents.MASTERS,
+        help="Contents of a checkpoint: fp32 weights and moments (12 bytes per parameter), mixed (14), or with fp32 "
+        "gradients (16).",
+    )
+    writers: str = typer.Option(PER_NODE, help="Writers of a checkpoint: nodes, gpus, or a number.")
+    writer_gb_per_s: float = typer.Option(7.0, help="Write speed of each writer.")
+    storage_gb_per_s: float = typer.Option(100.0, help="Highest write speed of all writers together; inf: no limit.")
+    background: bool | None = typer.Option(
+        None,
+        "--background/--blocking",
+        help="Whether training continues during a save; default: blocking, or as in CONFIG.",
+    )
+    copy_gb_per_s: float = typer.Option(
+        10.0, help="Copy speed from each GPU to its host, during which a background save blocks."
+    )
+    interval_minutes: float | None = typer.Option(
+        None, help="Minutes between saves; default: as in CONFIG, or `checkpoint.interval: auto`."
+    )
+    communication_share: float | None = typer.Option(
+        None, help="Share of a step, 0 to 1, in which GPUs wait for communication."
+    )
+    by: str | None = typer.Option(
+        None,
+        metavar="YYYY-MM-DD",
+        help="Name the cheapest number of GPUs whose run, begun today, ends by this date; without --gpus, of those "
+        "that come near it.",
+    )
+    preset: Literal["tutorial", "llama3"] | None = typer.Option(
+        None, help="A worked example with all its figures, or the component failures of Llama 3."
+    )
 
 
-def reliability(
-    context: typer.Context,
-    config_path: Annotated[
-        Path | None,
-        typer.Argument(
-            help="Config from which to take the model, the checkpoints and the length of the run.",
-            metavar="[CONFIG.yaml]",
-        ),
-    ] = None,
-    overrides: Overrides = None,
-    gpus: Annotated[
-        str, typer.Option(help="Numbers of GPUs; `...` doubles up to the next number.", metavar="N,N,...,N")
-    ] = "8,32,...,1024",
-    gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs per node; a failure of any stops the job.")] = 8,
-    rate: Annotated[
-        float | None,
-        typer.Option(OBSERVED, help=f"Observed failure rate; default {DEFAULT_RATE:.0f}, published 2 to 14."),
-    ] = None,
-    gpu_mttf_hours: Hours = None,
-    nic_mttf_hours: Hours = None,
-    psu_mttf_hours: Hours = None,
-    node_mttf_hours: Hours = None,
-    nics_per_node: Annotated[
-        int | None, typer.Option(min=0, help="Network adapters per node; default: one per GPU.")
-    ] = None,
-    psus_per_node: Annotated[int | None, typer.Option(min=0, help="Power supplies per node; default 2.")] = None,
-    redundant_psu: Annotated[
-        bool, typer.Option("--redundant-psu", help="A node survives the failure of one power supply.")
-    ] = False,
-    days: Annotated[
-        float | None,
-        typer.Option(help="Length of the run in days; default: that of CONFIG on --accelerator, or 30."),
-    ] = None,
-    parameters: Annotated[
-        str | None, typer.Option(help="Parameters of the model, such as 70.6e9 or 70.6B, the default.")
-    ] = None,
-    contents: Annotated[
-        Contents,
-        typer.Option(
-            help="Contents of a checkpoint: fp32 weights and moments (12 bytes per parameter), mixed (14), or with "
-            "fp32 gradients (16)."
-        ),
-    ] = Contents.MASTERS,
-    writers: Annotated[str, typer.Option(help="Writers of a checkpoint: nodes, gpus, or a number.")] = PER_NODE,
-    writer_gb_per_s: Annotated[float, typer.Option(help="Write speed of each writer.")] = 7.0,
-    storage_gb_per_s: Annotated[
-        float, typer.Option(help="Highest write speed of all writers together; inf: no limit.")
-    ] = 100.0,
-    background: Annotated[
-        bool | None,
-        typer.Option(
-            "--background/--blocking",
-            help="Whether training continues during a save; default: blocking, or as in CONFIG.",
-        ),
-    ] = None,
-    copy_gb_per_s: Annotated[
-        float, typer.Option(help="Copy speed from each GPU to its host, during which a background save blocks.")
-    ] = 10.0,
-    interval_minutes: Annotated[
-        float | None, typer.Option(help="Minutes between saves; default: as in CONFIG, or `checkpoint.interval: auto`.")
-    ] = None,
-    detection_minutes: Annotated[float, typer.Option(help="Minutes until a failure is detected.")] = 5.0,
-    restart_minutes: Annotated[float, typer.Option(help="Minutes from then until training continues.")] = 5.0,
-    communication_share: Annotated[
-        float | None, typer.Option(help="Share of a step, 0 to 1, in which GPUs wait for communication.")
-    ] = None,
-    accelerator: Annotated[
-        str | None, typer.Option(help="GPU on which to predict steps of CONFIG and that share, such as H100.")
-    ] = None,
-    price: PricePerAcceleratorHour = None,
-    by: Annotated[
-        str | None,
-        typer.Option(
-            metavar="YYYY-MM-DD",
-            help="Name the cheapest number of GPUs whose run, begun today, ends by this date; without --gpus, of those "
-            "that come near it.",
-        ),
-    ] = None,
-    preset: Annotated[
-        Literal["tutorial", "llama3"] | None,
-        typer.Option(help="A worked example with all its figures, or the component failures of Llama 3."),
-    ] = None,
-    as_json: AsJson = False,
-    as_csv: Annotated[bool, typer.Option("--csv", help="Print the row of each number of GPUs as CSV.")] = False,
-) -> None:
+@taking(ReliabilityOptions)
+def reliability(options: ReliabilityOptions) -> None:
     """Predict failures, the best checkpoint interval and the goodput of a run on several numbers of GPUs.
 
     Shows beside each figure its range over the published failure rates, 2 to 14 per 1,000 node-days. With CONFIG and
@@ -143,77 +97,92 @@ def reliability(
     """
     from launch.planning.tables import reliability as tables
 
-    check_one_format(as_json=as_json, as_csv=as_csv)
-    given = _given_options(context)
-    if preset == "tutorial":
-        if others := sorted(given - {"--preset", "--json", "--csv"}):
+    if options.preset == "tutorial":
+        if others := sorted(options.given - {"--preset", "--json", "--csv"}):
             raise LaunchError(f"--preset tutorial has all its figures: leave out {', '.join(others)}, or the preset")
-        tables.show_tutorial(as_json=as_json, as_csv=as_csv)
+        check_one_format(as_json=options.as_json, as_csv=options.as_csv)
+        tables.show_tutorial(as_json=options.as_json, as_csv=options.as_csv)
         return
-    components = _components(
-        given,
-        LLAMA_3 if preset == "llama3" else Components(),
-        {field.name: context.params[field.name] for field in fields(Components)},
-    )
-    config = None if config_path is None else load_run_config(config_path, overrides or [])
-    deadline = None if by is None else _deadline(by, config, accelerator, days)
-    if deadline is not None and "--gpus" not in given and config is not None and accelerator is not None:
-        counts = counts_by(config, accelerator, gpus_per_node, deadline - time.time())
-    else:
-        counts = parse_gpus(gpus, gpus_per_node)
-    rate_per_1000_node_days, rate_source = _rate(rate, components, config, counts, gpus_per_node)
-    given_contents = contents if "--contents" in given else None
-    size, bytes_per_parameter, size_source = _size(config_path, config, parameters, given_contents)
-    if writers not in (PER_NODE, PER_GPU) and not (writers.isdecimal() and int(writers) > 0):
-        raise LaunchError(f"--writers {writers}: must be {PER_NODE}, {PER_GPU}, or a number from 1 up")
-    limit = None if storage_gb_per_s == math.inf else finite_number("--storage-gb-per-s", storage_gb_per_s) * 1e9
-    job = Reliability(
-        rate_per_1000_node_days=rate_per_1000_node_days,
-        parameters=size,
-        bytes_per_parameter=bytes_per_parameter,
-        gpus_per_node=gpus_per_node,
-        days=DEFAULT_DAYS if days is None else finite_number("--days", days),
-        storage=Storage(
-            writers=writers if writers in (PER_NODE, PER_GPU) else int(writers),
-            writer_bytes_per_s=finite_number("--writer-gb-per-s", writer_gb_per_s) * 1e9,
-            storage_bytes_per_s=limit,
-            background=(config is not None and config.checkpoint.background) if background is None else background,
-            copy_bytes_per_s=finite_number("--copy-gb-per-s", copy_gb_per_s) * 1e9,
-        ),
-        detection_s=60 * finite_number("--detection-minutes", detection_minutes, zero=True),
-        restart_s=60 * finite_number("--restart-minutes", restart_minutes, zero=True),
-        interval_s=None if interval_minutes is None else 60 * finite_number("--interval-minutes", interval_minutes),
-    )
-    share_source = _communication_source(communication_share, accelerator, config)
+    config, accelerator = options.config(), options.accelerator
+    answer, counts = _asked(options, config)
     if config is None or accelerator is None:
-        job = replace(job, communication_share=communication_share or 0.0)
-        runs = [SizedRun(at_scale(job, count), job.days) for count in counts]
-        remarks = [] if config is None or job.interval_s is not None else steps_not_counted(config)
+        runs = [SizedRun(at_scale(answer.job, count), answer.job.days) for count in counts]
+        remarks = [] if config is None or answer.job.interval_s is not None else steps_not_counted(config)
     else:
-        runs, remarks = predicted_runs(config, accelerator, counts, job, is_length_wanted=days is None)
-    answer = ReliabilityAnswer(
-        job,
-        rate_source,
-        components,
-        size_source,
-        share_source,
-        _interval_source(interval_minutes, config, accelerator),
-        checked_price(price),
-        (*remarks, *_unused_hours(config, rate_source)),
-        by,
-    )
-    if as_json:
+        runs, remarks = predicted_runs(config, accelerator, counts, answer.job, is_length_wanted=options.days is None)
+    answer = replace(answer, remarks=(*remarks, *answer.remarks))
+    if options.as_json:
         print_json(tables.as_values(answer, runs))
-    elif as_csv:
+    elif options.as_csv:
         print_csv([tables.flat(run, answer.price) for run in runs])
     else:
         tables.show(answer, runs)
 
 
-def _deadline(by: str, config: Config | None, accelerator: str | None, days: float | None) -> float:
+def _asked(options: ReliabilityOptions, config: Config | None) -> tuple[ReliabilityAnswer, list[int]]:
+    """The job with the sources of its figures, and the numbers of GPUs. Raises LaunchError or ConfigError."""
+    options.check_numbers(
+        above_0="rate_per_1000_node_days writer_gb_per_s copy_gb_per_s interval_minutes"
+        + " storage_gb_per_s" * (options.storage_gb_per_s != math.inf)
+    )
+    components = _components(options)
+    counts = _counts(options, config)
+    rate, rate_source = _rate(options, components, config, counts)
+    size, bytes_per_parameter, size_source = _size(options, config)
+    minutes, writers = options.interval_minutes, options.writers
+    if writers not in (PER_NODE, PER_GPU) and not (writers.isdecimal() and int(writers) > 0):
+        raise LaunchError(f"--writers {writers}: must be {PER_NODE}, {PER_GPU}, or a number from 1 up")
+    waits = not (config is not None and config.checkpoint.background)
+    job = Reliability(
+        rate_per_1000_node_days=rate,
+        parameters=size,
+        bytes_per_parameter=bytes_per_parameter,
+        gpus_per_node=options.gpus_per_node,
+        days=options.days or DEFAULT_DAYS,
+        storage=Storage(
+            writers=int(writers) if writers.isdecimal() else writers,
+            writer_bytes_per_s=options.writer_gb_per_s * 1e9,
+            storage_bytes_per_s=None if options.storage_gb_per_s == math.inf else options.storage_gb_per_s * 1e9,
+            background=not waits if options.background is None else options.background,
+            copy_bytes_per_s=options.copy_gb_per_s * 1e9,
+        ),
+        detection_s=60 * options.detection_minutes,
+        restart_s=60 * options.restart_minutes,
+        communication_share=options.communication_share or 0.0,
+        interval_s=None if minutes is None else 60 * minutes,
+    )
+    is_counted = config is not None and options.accelerator is not None
+    interval = f"checkpoint.interval {config.checkpoint.interval if config is not None and is_counted else 'auto'}"
+    answer = ReliabilityAnswer(
+        job,
+        rate_source,
+        components,
+        size_source,
+        _communication_source(options, config),
+        interval if minutes is None else "as given",
+        options.price_per_accelerator_hour,
+        tuple(_unused_hours(config, rate_source)),
+        options.by,
+    )
+    return answer, counts
+
+
+def _counts(options: ReliabilityOptions, config: Config | None) -> list[int]:
+    """The numbers of GPUs, as given, or those that may end by a date."""
+    if options.by is None:
+        return parse_gpus(options.gpus, options.gpus_per_node)
+    if config is None or options.accelerator is None or options.days is not None:
+        raise LaunchError(
+            f"--by {options.by} needs the length of a run: give a CONFIG and --accelerator, and no --days"
+        )
+    deadline = _deadline(options.by)
+    if "--gpus" in options.given:
+        return parse_gpus(options.gpus, options.gpus_per_node)
+    return counts_by(config, options.accelerator, options.gpus_per_node, deadline - time.time())
+
+
+def _deadline(by: str) -> float:
     """The end of a day, in seconds of `time.time`. Raises LaunchError."""
-    if config is None or accelerator is None or days is not None:
-        raise LaunchError(f"--by {by} needs the length of a run: give a CONFIG and --accelerator, and no --days")
     try:
         day = date.fromisoformat(by)
     except ValueError:
@@ -254,28 +223,15 @@ def parse_gpus(text: str, gpus_per_node: int) -> list[int]:
     return sorted(set(found))
 
 
-def _given_options(context: typer.Context) -> set[str]:
-    """The options on the command line, in their long form, such as `--blocking` for a flag that was negated."""
-    given = set()
-    for option in context.command.params:
-        name = option.name or ""
-        if getattr(context.get_parameter_source(name), "name", "") != "COMMANDLINE":
-            continue
-        if option.param_type_name != "option":
-            given.add(name)
-        else:
-            is_negated = context.params.get(name) is False and option.secondary_opts
-            given.add(max(option.secondary_opts if is_negated else option.opts, key=len))
-    return given
-
-
-def _components(given: set[str], base: Components, values: dict[str, float | int | None]) -> Components | None:
+def _components(options: ReliabilityOptions) -> Components | None:
     """The failure rates of components; None where no option names one, so that a rate of nodes is meant."""
-    component_options = {f"--{name.replace('_', '-')}" for name in values if name != "gpus_per_node"}
-    named = sorted(given & component_options)
+    names = [field.name for field in fields(Components)]
+    values = {name: value for name in names if (value := getattr(options, name)) is not None}
+    flags = {f"--{name.replace('_', '-')}" for name in names if name != "gpus_per_node"}
+    base, named = LLAMA_3 if options.preset == "llama3" else Components(), sorted(options.given & flags)
     if not named and base is not LLAMA_3:
         return None
-    if OBSERVED in given:
+    if OBSERVED in options.given:
         other = named[0] if named else "--preset llama3"
         raise LaunchError(
             f"{OBSERVED} is the rate of whole nodes and {other} makes one of their parts: give one of them"
@@ -286,14 +242,13 @@ def _components(given: set[str], base: Components, values: dict[str, float | int
             "--gpu-mttf-hours 50000, or --preset llama3"
         )
     for name, value in values.items():
-        if name.endswith("_hours") and value is not None and not value > 0:
+        if name.endswith("_hours") and not value > 0:
             raise LaunchError(f"--{name.replace('_', '-')} {value:g}: must be more than 0 hours, or inf for never")
-    changes = {name: value for name, value in values.items() if value is not None}
-    return replace(base, **changes)  # type: ignore[arg-type]
+    return replace(base, **values)
 
 
 def _rate(
-    observed: float | None, components: Components | None, config: Config | None, counts: list[int], per_node: int
+    options: ReliabilityOptions, components: Components | None, config: Config | None, counts: list[int]
 ) -> tuple[float, str]:
     """Failures per 1,000 node-days, and the source of that rate."""
     if components is not None:
@@ -302,10 +257,10 @@ def _rate(
         parts = [f"{name} {per_hour:.2g}/h" for name, per_hour in components.failures_per_hour().items() if per_hour]
         source = f"of components, per node: {', '.join(parts)}; node MTTF {components.mttf_hours:,.1f} h"
         return components.rate_per_1000_node_days, source
-    if observed is not None:
-        return finite_number(OBSERVED, observed), "as given"
+    if options.rate_per_1000_node_days is not None:
+        return options.rate_per_1000_node_days, "as given"
     if config is not None and config.checkpoint.mean_hours_between_failures is not None and len(counts) == 1:
-        return reliability_of(config, per_node, counts[0]).rate_per_1000_node_days, FROM_HOURS
+        return reliability_of(config, options.gpus_per_node, counts[0]).rate_per_1000_node_days, FROM_HOURS
     return DEFAULT_RATE, "assumed: Llama 3 saw 3.8"
 
 
@@ -319,40 +274,31 @@ def _unused_hours(config: Config | None, rate_source: str) -> list[str]:
     ]
 
 
-def _interval_source(minutes: float | None, config: Config | None, accelerator: str | None) -> str:
-    if minutes is not None:
-        return "as given"
-    is_counted = config is not None and accelerator is not None
-    return f"checkpoint.interval {config.checkpoint.interval if config is not None and is_counted else 'auto'}"
-
-
-def _size(
-    config_path: Path | None, config: Config | None, parameters: str | None, contents: Contents | None
-) -> tuple[float, float, str]:
+def _size(options: ReliabilityOptions, config: Config | None) -> tuple[float, float, str]:
     """The model's parameters, the bytes of each in a checkpoint, and the source of the number of parameters."""
+    text = options.parameters
     if config is None:
-        number = 70.6e9 if parameters is None else _number("--parameters", parameters)
-        source = "Llama 3 70B, as no model is given" if parameters is None else "as given"
-        return number, BYTES_PER_PARAMETER[contents or Contents.MASTERS], source
-    if parameters is not None:
-        raise LaunchError(f"--parameters {parameters} and {config_path} both say how large the model is: give one")
+        number, source = (70.6e9, "Llama 3 70B, as no model is given") if text is None else (_number(text), "as given")
+        return number, BYTES_PER_PARAMETER[options.contents], source
+    if text is not None:
+        raise LaunchError(f"--parameters {text} and {options.config_path} both say how large the model is: give one")
     own = megalite_bytes_per_parameter(config.optimizer.name, config.model)
-    size = own if contents is None else BYTES_PER_PARAMETER[contents]
-    return parameters_of(config.model), size, str(config_path)
+    size = BYTES_PER_PARAMETER[options.contents] if "--contents" in options.given else own
+    return parameters_of(config.model), size, str(options.config_path)
 
 
-def _number(option: str, text: str) -> float:
-    scales = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
-    scale = scales.get(text[-1:].lower(), 1.0)
+def _number(text: str) -> float:
+    scale = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}.get(text[-1:].lower(), 1.0)
     try:
         number = float(text[:-1] if scale != 1.0 else text) * scale
     except ValueError:
-        raise LaunchError(f"{option} {text} is no number: write it as 70.6e9 or 70.6B") from None
-    return finite_number(option, number)
+        raise LaunchError(f"--parameters {text} is no number: write it as 70.6e9 or 70.6B") from None
+    return finite_number("--parameters", number)
 
 
-def _communication_source(share: float | None, accelerator: str | None, config: Config | None) -> str | None:
+def _communication_source(options: ReliabilityOptions, config: Config | None) -> str | None:
     """The source of the share of a step in which GPUs communicate; None where it is not counted."""
+    share, accelerator = options.communication_share, options.accelerator
     if accelerator is None:
         value = share or 0.0
         if not 0 <= value < 1:

@@ -37,6 +37,8 @@ def why_not_compiled(config: Config) -> str | None:
 
 def problems_with_performance(config: Config, device: Device | None) -> Iterator[str]:
     """Yields a sentence if the config demands compiled blocks, or what is made of them, where there cannot be any."""
+    if config.performance.compile != "blocks" and not config.performance.symmetric_memory:
+        return
     reason = why_not_compiled(config)
     if config.performance.compile == "blocks" and reason:
         yield f"performance.compile blocks cannot be done, because {reason}: use performance.compile auto or none"

@@ -290,8 +290,8 @@ def _schedule(config: Config) -> Iterator[str]:
 
 
 def _checkpoints(config: Config) -> Iterator[str]:
-    checkpoint, source, run_dir = config.checkpoint, config.training.initialize_from, config.run_dir.absolute()
-    if source is not None and source.absolute().is_relative_to(run_dir):
+    checkpoint, source, run_dir = config.checkpoint, config.training.initialize_from, config.run_dir
+    if source is not None and source.absolute().is_relative_to(run_dir.absolute()):
         yield (
             f"training.initialize_from {source} lies in this run's own run_dir {config.run_dir}: leave it out to "
             "continue this run (checkpoint.resume does that), or use another run_dir to start a new one"
@@ -311,7 +311,7 @@ def _checkpoints(config: Config) -> Iterator[str]:
     if problem := problem_with_url(checkpoint.mirror):
         yield f"checkpoint.mirror {problem}"
     protocol, _separator, folder = checkpoint.mirror.partition("://")
-    if protocol == "file" and Path(folder).absolute().is_relative_to(run_dir):
+    if protocol == "file" and Path(folder).absolute().is_relative_to(run_dir.absolute()):
         yield (
             f"checkpoint.mirror {checkpoint.mirror} lies in this run's own run_dir {config.run_dir}, which it is "
             "there to outlive: choose a folder elsewhere"

@@ -39,7 +39,8 @@ def problems_with_order(option: str, first_tokens: Sequence[int]) -> Iterator[st
 
 def problems_with_stages(config: Config, rules: BatchRules) -> Iterator[str]:
     """Yields a sentence for each broken rule about stages; `rules` hold in each of them."""
-    stages = config.training.stages
+    if not (stages := config.training.stages):
+        return
     for number, stage in enumerate(stages):
         if problem := problem_with_place("training.stages", number, stage):
             yield problem

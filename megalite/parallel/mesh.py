@@ -106,11 +106,11 @@ def stage_boundaries(costs: Sequence[float], is_block: Sequence[bool], stages: i
     best[0][0] = 0.0
     for used in range(1, stages + 1):
         for end in range(1, count + 1):
-            for start in range(end):
-                if blocks[end] == blocks[start] or best[used - 1][start] == infinity:
-                    continue
-                slowest = max(best[used - 1][start], prefix[end] - prefix[start])
-                if slowest <= best[used][end]:
+            for start in range(end - 1, -1, -1):
+                if (mine := prefix[end] - prefix[start]) > best[used][end]:
+                    break  # with more layers it only grows
+                slowest = max(best[used - 1][start], mine)
+                if slowest < best[used][end] and blocks[end] > blocks[start]:
                     best[used][end], cut[used][end] = slowest, start
     boundaries = [count]
     for used in range(stages, 0, -1):

@@ -218,7 +218,8 @@ def fitted(
     memory = list(needs(job.with_recompute(fastest), cluster, allocator))
     modes, limit = [fastest] * len(memory), ROOMY * cluster.memory_bytes
     for mode in others:
-        too_large = [one.stage for one in memory if one.total > limit]
+        if not (too_large := [one.stage for one in memory if one.total > limit]):
+            break
         for one in needs(job.with_recompute(mode), cluster, allocator, too_large):
             if memory[one.stage].total > one.total:
                 modes[one.stage], memory[one.stage] = mode, one
@@ -359,16 +360,27 @@ def _try(
 ) -> None:
     """Collects all candidates that fit; of those that do not, keeps the nearest. A larger micro-batch may need less:
     the last gradients are added to none."""
-    too_large: list[Dropped] = []
+    nearest: Dropped | None = None
     for simplest in chain:
+        if nearest is not None and RECOMPUTE in free and _is_farther(simplest, nearest, cluster, allocator):
+            continue
         job, memory = fitted(simplest, cluster, free, allocator)
         fullest = max(memory, key=lambda stage: stage.total)
         missing = fullest.total - cluster.memory_bytes
-        if missing > 0:
-            too_large.append(Dropped(job.layout, _lacks(job, fullest, missing, cluster), missing, fullest))
-        else:
+        if missing <= 0:
             found.append(LayoutCandidate(job, memory, step_time(job, cluster)))
-    dropped += sorted(too_large, key=lambda one: one.missing_bytes or 0.0)[:1]
+        elif nearest is None or missing < (nearest.missing_bytes or 0.0):
+            nearest = Dropped(job.layout, _lacks(job, fullest, missing, cluster), missing, fullest)
+    dropped += [nearest] if nearest is not None else []
+
+
+def _is_farther(job: TrainingWorkload, nearest: Dropped, cluster: Cluster, allocator: Device | None) -> bool:
+    """Returns whether one stage alone, however it recomputes, lacks as much as `nearest`: most layouts that do not fit
+    need not be judged on all their stages."""
+    assert nearest.memory is not None and nearest.missing_bytes is not None
+    stage = [nearest.memory.stage]
+    totals = (needs(job.with_recompute(mode), cluster, allocator, stage)[0].total for mode in RECOMPUTE_MODES[::-1])
+    return all(total - cluster.memory_bytes >= nearest.missing_bytes for total in totals)
 
 
 def _lacks(job: TrainingWorkload, fullest: StageMemory, missing: float, cluster: Cluster) -> str:

@@ -20,6 +20,12 @@ class Additive:
     def __add__(self, other: Self) -> Self:
         return type(self)(*map(add, vars(self).values(), vars(other).values()))
 
+    @classmethod
+    def sum(cls, many: Sequence[Self]) -> Self:
+        """Returns what adding one after the other gives, in a fraction of the time."""
+        columns = zip(*(vars(one).values() for one in many), strict=True)
+        return cls(*(one.sum(rest) if isinstance(one := rest[0], Additive) else sum(rest[1:], one) for rest in columns))
+
     def __rmul__(self, factor: float) -> Self:
         return type(self)(*(factor * value for value in vars(self).values()))
 

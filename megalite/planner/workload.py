@@ -9,7 +9,7 @@ from typing import Literal, Self, TypeVar
 
 from megalite.config import Config, ModelConfig, ResolvedLayout
 from megalite.config.batch_stages import BatchShape, largest_shape
-from megalite.config.sections import AdapterConfig, Dtype, PipelineSchedule, RecomputeConfig, RecomputeMode
+from megalite.config.sections import AdapterConfig, Dtype, PipelineSchedule, RecomputeMode
 from megalite.planner.schedules.tables import Schedule
 from megalite.planner.units import of_stages
 
@@ -39,7 +39,8 @@ class ParallelLayout:
 
     @property
     def recompute_by_stage(self) -> tuple[Recompute, ...]:
-        return RecomputeConfig(mode=self.recompute).by_stage(self.pipeline_parallel_size)
+        modes = self.recompute
+        return (modes,) * self.pipeline_parallel_size if isinstance(modes, str) else modes
 
     @property
     def world_size(self) -> int:
@@ -148,16 +149,19 @@ class TrainingWorkload:
         return not self.stack.stops_recompute_early or model.norm_placement != "pre" or model.residual_dropout > 0
 
     def with_recompute(self, recompute: Recompute | tuple[Recompute, ...]) -> Self:
+        if recompute == self.layout.recompute:
+            return self
         return replace(self, layout=replace(self.layout, recompute=recompute))
 
-    def by_stage(self, figures: Callable[[Self], Sequence[OfStage]]) -> tuple[OfStage, ...]:
+    def by_stage(self, figures: Callable[[Self, Sequence[int]], Sequence[OfStage]]) -> tuple[OfStage, ...]:
         """Returns `figures` of each stage of a job, which may recompute otherwise than the others; `figures` is asked
-        about jobs whose stages all recompute the same."""
-        modes = self.layout.recompute
-        if isinstance(modes, str):
-            return tuple(figures(self))
-        found = {mode: figures(self.with_recompute(mode)) for mode in dict.fromkeys(modes)}
-        return tuple(found[mode][stage] for stage, mode in enumerate(modes))
+        about some stages of a job that all recompute the same."""
+        modes = self.layout.recompute_by_stage
+        found: dict[int, OfStage] = {}
+        for mode in dict.fromkeys(modes):
+            stages = [stage for stage, other in enumerate(modes) if other == mode]
+            found |= zip(stages, figures(self.with_recompute(mode), stages), strict=True)
+        return tuple(found[stage] for stage in range(len(modes)))
 
     @property
     def micro_batch_tokens(self) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from launch.output import Table, print_json
+from launch.output import Table
 from launch.planning.tables.outlook import money
 from launch.runtime.logs import get_logger
 from launch.runtime.printing import say
@@ -187,29 +187,27 @@ def accelerator_hours(run: SimulatedJob, gpus: int) -> float:
     return run.duration_s / HOUR_S * gpus
 
 
-def show_json(simulated: Sequence[Simulated], gpus: int, price: float | None, remarks: Sequence[str]) -> None:
-    """Prints assumptions, summaries and every run as JSON."""
+def as_values(simulated: Sequence[Simulated], gpus: int, price: float | None, remarks: Sequence[str]) -> dict[str, Any]:
+    """Assumptions, summaries and every run for `--json`."""
     hours = accelerator_hours(simulated[0].run, gpus)
-    print_json(
-        {
-            "assumptions": asdict(simulated[0].run),
-            "accelerator_hours": hours,
-            "price": None if price is None else hours * price,
-            "rates": [
-                {
-                    "rate_per_1000_node_days": each.run.rate_per_1000_node_days,
-                    "mean_time_between_failures_hours": each.run.mean_time_between_failures_s / HOUR_S
-                    if each.run.expected_failures
-                    else None,
-                    "closed_form_goodput": closed_form(each.run),
-                    **asdict(each.summary),
-                }
-                for each in simulated
-            ],
-            "runs": rows(simulated, gpus),
-            "notices": [*remarks, *notices(simulated)],
-        }
-    )
+    return {
+        "assumptions": asdict(simulated[0].run),
+        "accelerator_hours": hours,
+        "price": None if price is None else hours * price,
+        "rates": [
+            {
+                "rate_per_1000_node_days": each.run.rate_per_1000_node_days,
+                "mean_time_between_failures_hours": each.run.mean_time_between_failures_s / HOUR_S
+                if each.run.expected_failures
+                else None,
+                "closed_form_goodput": closed_form(each.run),
+                **asdict(each.summary),
+            }
+            for each in simulated
+        ],
+        "runs": rows(simulated, gpus),
+        "notices": [*remarks, *notices(simulated)],
+    }
 
 
 def _hours_table(simulated: Sequence[Simulated]) -> Table:

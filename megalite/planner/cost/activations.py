@@ -6,11 +6,14 @@ t tensor-parallel ranks, p stages, v model chunks of a stage, L blocks. Pure ari
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple, Self
 
+from megalite.config import ModelConfig
+from megalite.config.sections import Dtype
 from megalite.planner.cost.shapes import block_kinds, cut
-from megalite.planner.workload import BYTES, TrainingWorkload
+from megalite.planner.workload import BYTES, Recompute, TrainingWorkload
 
 
 @dataclass(frozen=True)
@@ -33,22 +36,28 @@ class ChunkBytes:
     last: BlockBytes
 
 
-def with_same_blocks(job: TrainingWorkload) -> TrainingWorkload:
-    """Maps jobs whose blocks need equally much to one job: a cache key, since most of thousands of layouts share it."""
-    layout = replace(
-        job.layout,
-        data_parallel_size=1,
-        pipeline_parallel_size=1,
-        zero_stage=1,
-        pipeline_chunks=1,
-        pipeline_schedule="1f1b",
-    )
-    return replace(job, layout=layout, global_batch_size=0)
+class BlockWorkload(NamedTuple):
+    """The facts of a job on which the bytes of its blocks depend: most of thousands of layouts share them."""
+
+    model: ModelConfig
+    tensor_parallel_size: int
+    sequence_parallel: bool
+    recompute: Recompute | tuple[Recompute, ...]
+    micro_batch_size: int
+    sequence_length: int
+    dtype: Dtype
+    document_mask: bool
+
+    @classmethod
+    def of(cls, job: TrainingWorkload) -> Self:
+        of = job.layout
+        layout = of.tensor_parallel_size, of.sequence_parallel, of.recompute, of.micro_batch_size
+        return cls(job.model, *layout, job.sequence_length, job.dtype, job.document_mask)
 
 
 @lru_cache(maxsize=4096)
-def chunk_bytes(job: TrainingWorkload, first: int, count: int, widens: bool) -> ChunkBytes:
-    """Returns the bytes of `count` blocks of `with_same_blocks(job)`. `widens`: bf16 products are computed in fp32."""
+def chunk_bytes(job: BlockWorkload, first: int, count: int, widens: bool) -> ChunkBytes:
+    """Returns the bytes of `count` consecutive blocks. `widens`: bf16 products are computed in fp32."""
     widens = widens and job.dtype == "bf16"
     like = block_kinds(job.model)[first : first + count]
     blocks = {layer: _block_bytes(job, layer, widens) for layer in set(like)}
@@ -56,10 +65,10 @@ def chunk_bytes(job: TrainingWorkload, first: int, count: int, widens: bool) -> 
     return ChunkBytes(kept, postponed, blocks[like[0]], blocks[like[-1]])
 
 
-def _block_bytes(job: TrainingWorkload, layer: int, widens: bool) -> BlockBytes:
+def _block_bytes(job: BlockWorkload, layer: int, widens: bool) -> BlockBytes:
     block = _Block(job, layer, widens)
     everything = block.outside + block.attention + block.context + block.feed_forward
-    recompute = job.layout.recompute
+    recompute = job.recompute
     assert isinstance(recompute, str), "figures of stages that recompute differently are asked for by_stage"
     match recompute:
         case "none":
@@ -80,11 +89,11 @@ def _block_bytes(job: TrainingWorkload, layer: int, widens: bool) -> BlockBytes:
 class _Block:
     """Bytes that the functions of models/ and megalite/parallel/ save for backward; each storage is counted once."""
 
-    def __init__(self, job: TrainingWorkload, layer: int, widens: bool) -> None:
-        model, tp = job.model, job.layout.tensor_parallel_size
+    def __init__(self, job: BlockWorkload, layer: int, widens: bool) -> None:
+        model, tp = job.model, job.tensor_parallel_size
         self.job, self.model, self.layer, self.size = job, model, layer, BYTES[job.dtype]
-        self.is_cut = job.layout.sequence_parallel and tp > 1
-        self.tp, self.batch, self.seq = tp, job.layout.micro_batch_size, job.sequence_length
+        self.is_cut = job.sequence_parallel and tp > 1
+        self.tp, self.batch, self.seq = tp, job.micro_batch_size, job.sequence_length
         self.tokens = self.batch * self.seq
         self.heads = model.num_attention_heads // tp
         self.q = self.heads * model.head_dim  # features of a token

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import pairwise
+from operator import mul
 from typing import Literal
 
-from megalite.planner.cost.activations import chunk_bytes, embedding_bytes, with_same_blocks
+from megalite.planner.cost.activations import BlockWorkload, chunk_bytes, embedding_bytes
 from megalite.planner.cost.adapters import trained_numbers
 from megalite.planner.cost.model_states import BUCKET, MOMENTS, States, deepspeed_states, with_frozen_weights
 from megalite.planner.cost.muon import orthogonalized_numbers
@@ -64,22 +65,20 @@ class StageMemory:
     parts: Mapping[str, float]  # what it is for -> bytes, adding up to the total
     moment: str = ""  # when most is needed
     on_host: float = 0.0  # bytes beside them of what a GPU's rank has offloaded
+    total: float = field(init=False)  # the predicted peak
 
-    @cached_property
-    def total(self) -> float:
-        """The predicted peak."""
-        return sum(self.parts.values())
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "total", sum(self.parts.values()))
 
 
 def memory_of(job: TrainingWorkload, device: Device = CUDA) -> tuple[StageMemory, ...]:
     """Returns the peak memory of each pipeline stage, in order."""
-    stages = range(job.layout.pipeline_parallel_size)
-    return job.by_stage(lambda alike: memory_of_stages(alike, stages, device))
+    return job.by_stage(lambda alike, stages: memory_of_stages(alike, stages, device))
 
 
 def memory_of_stages(job: TrainingWorkload, stages: Sequence[int], device: Device = CUDA) -> list[StageMemory]:
     """Returns the peak memory of some pipeline stages of a job whose stages all recompute the same."""
-    shapes, blocks = stages_of_job(job), with_same_blocks(job)
+    shapes, blocks = stages_of_job(job), BlockWorkload.of(job)
     kinds = {shapes[stage].like: shapes[stage] for stage in stages}
     found = {like: _StageKind(job, blocks, shape, device) for like, shape in kinds.items()}
     return [found[shapes[stage].like].memory(stage) for stage in stages]
@@ -134,7 +133,7 @@ class _StageKind:
     """Pipeline stages of megalite that hold the same, of which each may have another number of micro-batches in
     flight."""
 
-    def __init__(self, job: TrainingWorkload, blocks: TrainingWorkload, shape: StageShape, device: Device) -> None:
+    def __init__(self, job: TrainingWorkload, blocks: BlockWorkload, shape: StageShape, device: Device) -> None:
         self.job, self.shape, self.device = job, shape, device
         layout, model, tp = job.layout, job.model, job.layout.tensor_parallel_size
         self.size = BYTES[job.dtype]
@@ -152,10 +151,13 @@ class _StageKind:
         if job.offloads_optimizer:
             self.states = self._with_offloaded_optimizer(largest)
         self.chunks = [chunk_bytes(blocks, each.first, each.count, device.widens_bf16) for each in shape.chunks]
+        self.kept_by_chunk = [chunk.kept for chunk in self.chunks]
+        self.postponed_by_chunk = [chunk.postponed for chunk in self.chunks]
         self.first, self.last = self.chunks[0].first, self.chunks[-1].last
         self.passing = self.first.passing
         self.whole = layout.micro_batch_size * job.sequence_length * model.hidden_size * self.size  # hidden states
-        always = self._always()
+        self.always, self.found = self._always(), dict[tuple[object, int], tuple[Moment, str, float]]()
+        always = self.always
         self.waiting = {"loss": self._loss()} if shape.has_head else {}  # moments that activations of others wait in
         self.waiting["start of backward"] = self._backward_starts()
         self.others = {
@@ -176,14 +178,21 @@ class _StageKind:
         layout = self.job.layout
         p, v = layout.pipeline_parallel_size, layout.pipeline_chunks
         in_flight = most_in_flight(layout.schedule, p, stage, self.job.micro_batches, v)
-        most = max(map(self._held, in_flight)) + kept_messages(self.job, stage, self.device) * self.passing
+        messages = kept_messages(self.job, stage, self.device)
+        if (in_flight, messages) not in self.found:
+            self.found[in_flight, messages] = self._figures(in_flight, messages)
+        return StageMemory(stage, *self.found[in_flight, messages])
+
+    def _figures(self, in_flight: Sequence[InFlight], messages: int) -> tuple[Moment, str, float]:
+        """Returns the parts, the moment and the bytes on the host of stages that hold as much."""
+        most = max(map(self._held, in_flight)) + messages * self.passing
         moments = {name: one | {"activations": most + one["activations"]} for name, one in self.waiting.items()}
         moments |= self.others
         if self.device.keeps_freed:
             name, parts = self._own_room(moments)
         else:
             name, parts = max(moments.items(), key=lambda moment: sum(moment[1].values()))
-        return StageMemory(stage, with_device(parts, self.device), name, self._on_host(in_flight))
+        return with_device(parts, self.device), name, self._on_host(in_flight)
 
     def _with_offloaded_optimizer(self, largest: float) -> States:
         states = without_optimizer(self.job, self.states, largest)
@@ -224,7 +233,7 @@ class _StageKind:
 
     def _during(self, activations: float, **more: float) -> Moment:
         """Returns the bytes during forward or backward of a micro-batch."""
-        moment = self._always() | {"gathered weights": self.states.gathered, "activations": activations}
+        moment = self.always | {"gathered weights": self.states.gathered, "activations": activations}
         has_earlier = not self.states.stay and self.job.micro_batches > 1  # micro-batches, whose gradients are kept
         moment["gradients"] += self.states.gradients if has_earlier else 0.0
         for name, size in more.items():
@@ -238,13 +247,13 @@ class _StageKind:
         if self.job.offloads_activations:
             on_device = self._kept_on_device(moment)
             kept = on_device if self.device.kind == "cuda" else kept + on_device
-        kept += sum(count * chunk.postponed for chunk, count in zip(self.chunks, moment.postponed, strict=True))
+        kept += sum(map(mul, moment.postponed, self.postponed_by_chunk))
         kept += self.passing * sum(moment.whole[:-1] if self.shape.has_head else moment.whole)
         return kept + (moment.whole[0] * embedding_bytes(self.job) if self.shape.has_embedding else 0.0)
 
     def _kept(self, moment: InFlight) -> float:
         """Returns the bytes that blocks keep for backward, wherever they are."""
-        return sum(count * chunk.kept for chunk, count in zip(self.chunks, moment.whole, strict=True))
+        return sum(map(mul, moment.whole, self.kept_by_chunk))
 
     def _kept_on_device(self, moment: InFlight) -> float:
         """Returns those that offloading leaves on the device; there is what a pipeline has received, too, until it has
@@ -314,7 +323,7 @@ class _StageKind:
     def _gathers(self) -> Moment:
         """Returns gloo's copies: it gathers into a tensor of its own. Its threads have heaps of at most 64 MiB for that
         (glibc's HEAP_MAX_SIZE), and tensors that fit are kept: measured, about three of them."""
-        layout, moment = self.job.layout, self._always()
+        layout, moment = self.job.layout, dict(self.always)
         if self.device.kind == "cpu" and layout.data_parallel_size > 1:
             most = BUCKET if layout.zero_stage == 3 else self.trained  # at once
             copy = self.size * min(self.trained, most)

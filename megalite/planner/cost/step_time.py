@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from megalite.config import ModelConfig
-from megalite.planner.cost.activations import chunk_bytes, with_same_blocks
+from megalite.planner.cost.activations import BlockWorkload, chunk_bytes
 from megalite.planner.cost.adapters import trained_numbers
 from megalite.planner.cost.communication_time import (
     boundary_leaves_node,
@@ -100,8 +99,8 @@ def step_time(job: TrainingWorkload, cluster: Cluster) -> StepTime:
     layout = job.layout
     speed = Speed.of(job, cluster)
     shapes = stages_of_job(job)
-    stages = job.by_stage(lambda alike: _stages(alike, shapes, cluster, speed))
-    mean, slowest = 1 / len(stages) * sum(stages[1:], stages[0]), max(stage.seconds for stage in stages)
+    stages = job.by_stage(lambda alike, those: _stages(alike, [shapes[stage] for stage in those], cluster, speed))
+    mean, slowest = 1 / len(stages) * StageTime.sum(stages), max(stage.seconds for stage in stages)
     count, between = job.micro_batches, _between_s(job, cluster)
     bubble_s, messages_s = _pipeline_s(job, mean, between)
     largest = max(shapes, key=lambda shape: shape.parameters)
@@ -124,7 +123,13 @@ def step_time(job: TrainingWorkload, cluster: Cluster) -> StepTime:
         + orthogonalizing_flops(job, largest) / speed.flops
         + tensor_ring(layout, cluster).seconds(Moved(all_gather=gathered_over_tensor_ranks(job, largest))),
         "offloading": count
-        * max(job.by_stage(lambda alike: list(map(partial(_offloading_s, alike, cluster, speed), shapes, stages)))),
+        * max(
+            job.by_stage(
+                lambda alike, those: [_offloading_s(alike, cluster, speed, shapes[at], stages[at]) for at in those]
+            )
+        )
+        if job.offloads_activations
+        else 0.0,
     }
     return StepTime(
         parts=parts,
@@ -147,9 +152,7 @@ def _optimizer_s(job: TrainingWorkload, cluster: Cluster, owned: float, speed: S
 
 def _offloading_s(job: TrainingWorkload, cluster: Cluster, speed: Speed, shape: StageShape, stage: StageTime) -> float:
     """Returns the seconds that moving activations adds to a micro-batch on one stage."""
-    if not job.offloads_activations:
-        return 0.0
-    blocks = with_same_blocks(job)
+    blocks = BlockWorkload.of(job)
     kept = sum(chunk_bytes(blocks, each.first, each.count, widens=False).kept for each in shape.chunks)
     return exposed_copies_s(cluster, kept, (stage.forward_s, stage.backward_s), speed.memory_bytes)
 
@@ -213,8 +216,9 @@ def _stage(
         back = max(0.0, back - passes.backward.matrix_s / 2)
     elif cluster.accelerator.device != "cpu":  # gloo takes the cores that compute
         # a gather travels beside the products for gradients of inputs, a sum beside those of weights, if they follow
-        product_s, sums = of_blocks.backward.matrix_s / 2, replace(moved.beside, all_gather=0)
-        back -= min(ring.seconds(replace(moved.beside, all_reduce=0, reduce_scatter=0), kinds), product_s)
+        product_s, beside = of_blocks.backward.matrix_s / 2, moved.beside
+        sums = Moved(all_reduce=beside.all_reduce, reduce_scatter=beside.reduce_scatter)
+        back -= min(ring.seconds(Moved(all_gather=beside.all_gather), kinds), product_s)
         back -= 0.0 if splits_backward(job.layout.schedule) else min(ring.seconds(sums, kinds), product_s)
     forward, backward = passes.forward.seconds + there, passes.backward.seconds + back
     recomputed = passes.again.seconds + again
@@ -289,7 +293,8 @@ def _beside_backward_s(
     for shape, passes in zip(shapes, last_gradients(layout.schedule, times, job.micro_batches, v), strict=True):
         last = [LastGradients(unit * begin, unit * end) for begin, end in passes]
         ends_s.append(reduction_ends_s(job, shape, ring, last, others_s))
-    gathering = [ring.seconds(Moved(all_gather=data_moved(job, shape).all_gather)) for shape in shapes]
+    kinds = {shape.like: shape for shape in shapes}.values()
+    gathering = [ring.seconds(Moved(all_gather=data_moved(job, shape).all_gather)) for shape in kinds]
     return max(0.0, *ends_s) + max(gathering)
 
 

@@ -89,9 +89,9 @@ def volumes(job: TrainingWorkload, stages: Sequence[StageShape]) -> Volumes:
     count = job.micro_batches
     return Volumes(
         tensor=job.by_stage(
-            lambda alike: [
+            lambda alike, those: [
                 count * tensor_moved(alike, stage).total + Moved(all_gather=gathered_over_tensor_ranks(alike, stage))
-                for stage in stages
+                for stage in map(stages.__getitem__, those)
             ]
         ),
         data=tuple(data_moved(job, stage) for stage in stages),

@@ -17,7 +17,7 @@ from megalite.config import ModelConfig
 from megalite.parallel import collectives
 from megalite.parallel.collectives import TensorParallel
 from megalite.parallel.layers import BlockInput, make_layer
-from megalite.planner.cost.activations import chunk_bytes
+from megalite.planner.cost.activations import BlockWorkload, chunk_bytes
 from megalite.planner.workload import ParallelLayout, Recompute, TrainingWorkload
 from models.decoder import decoder_layers
 
@@ -75,7 +75,7 @@ def job_of(model: dict[str, Any], recompute: Recompute, tp: int, is_cut: bool, *
 
 
 def planned_bytes(job: TrainingWorkload) -> float:
-    return chunk_bytes(job, 0, 1, widens=False).kept
+    return chunk_bytes(BlockWorkload.of(job), 0, 1, widens=False).kept
 
 
 @pytest.mark.parametrize("family", FAMILIES)
