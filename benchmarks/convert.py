@@ -55,9 +55,9 @@ def child(way: str, source: str, target: str, validate: str) -> None:
     """Says what memory it holds before, converts, and prints the summary."""
     from dataclasses import asdict
 
-    from launch.huggingface.exporting import export_hugging_face
-    from launch.huggingface.importing import import_hugging_face
-    from launch.huggingface.progress import own_memory
+    from launch.conversion.huggingface.exporting import export_hugging_face
+    from launch.conversion.huggingface.importing import import_hugging_face
+    from launch.conversion.huggingface.progress import own_memory
 
     print(own_memory(), flush=True)
     convert: Callable[..., Any] = import_hugging_face if way == "import" else export_hugging_face
@@ -127,7 +127,7 @@ def make_model(folder: Path, layers: int) -> int:
     """A Hugging Face folder, tensor by tensor; returns its parameters."""
     import torch
 
-    from launch.huggingface.serial_model import global_shapes
+    from launch.conversion.huggingface.serial_model import global_shapes
     from megalite.checkpoint.huggingface.folder import row_blocks, write_configs, write_weights
     from megalite.checkpoint.huggingface.safetensors_writer import Entry
     from megalite.config import ModelConfig

@@ -40,13 +40,13 @@ import numpy as np
 from benchmarks.data_costs import DataCost, DataGoal, number, of_proc_self, own_process, paired, ratio
 from benchmarks.data_preparation import preparation_costs, waiting_costs
 from benchmarks.results_page import renew_page
-from data_pipeline.best_fit import BestFitSamples
-from data_pipeline.dataset import PackedSamples, Samples
-from data_pipeline.indexed import IndexedTokens, IndexedWriter
 from data_pipeline.loader import BatchPlan, global_batch
-from data_pipeline.meta import CorpusMeta
-from data_pipeline.mix import Mix, MixedSamples, MixStage
-from data_pipeline.packing_plan import PackingRequest, write_plan
+from data_pipeline.samples.best_fit import BestFitSamples
+from data_pipeline.samples.dataset import PackedSamples, Samples
+from data_pipeline.samples.mix import Mix, MixedSamples, MixStage
+from data_pipeline.samples.packing_plan import PackingRequest, write_plan
+from data_pipeline.storage.indexed import IndexedTokens, IndexedWriter
+from data_pipeline.storage.meta import CorpusMeta
 
 RESULTS = Path(__file__).parent / "results" / "data.md"
 LENGTH, ROWS = 2048, 8

@@ -43,7 +43,7 @@ from launch.runtime.local_ranks import rank_environment
 from megalite.config import Config, LaunchConfig, resolve_layout
 
 if TYPE_CHECKING:
-    from launch.huggingface.model_folder import ModelFolder
+    from launch.conversion.huggingface.model_folder import ModelFolder
     from megalite.engine.engine import Engine
 
 RESULTS = Path(__file__).parent / "results" / "initialize.md"
@@ -70,8 +70,8 @@ def make_folder(folder: Path, layers: int, dtype: str) -> None:
     """A Hugging Face folder with random weights in `dtype`, fp32 or bf16."""
     import torch
 
-    from launch.huggingface.model_folder import DTYPES
-    from launch.huggingface.serial_model import global_shapes
+    from launch.conversion.huggingface.model_folder import DTYPES
+    from launch.conversion.huggingface.serial_model import global_shapes
     from megalite.checkpoint.huggingface.folder import row_blocks, write_configs, write_weights
     from megalite.checkpoint.huggingface.safetensors_writer import Entry
     from megalite.config import ModelConfig
@@ -95,7 +95,7 @@ def load_rank(rank: int, folder: Path, parallel: dict[str, int], ranks: int, rep
     """Turns of plain reads and of reading slices, and the memory of a load."""
     import torch
 
-    from launch.huggingface.model_folder import open_model_folder
+    from launch.conversion.huggingface.model_folder import open_model_folder
     from megalite.checkpoint.engine_state import load_engine
     from megalite.engine.parameter_state import refresh
 
@@ -160,7 +160,7 @@ def _engine(hub: ModelFolder, parallel: dict[str, int], ranks: int) -> Engine:
 
 def _slices(engine: Engine, folder: Path) -> None:
     """`load_engine`, as a run calls it, up to the point where no file is read any more."""
-    from launch.huggingface.model_folder import open_model_folder
+    from launch.conversion.huggingface.model_folder import open_model_folder
     from megalite.checkpoint import engine_state as loading
 
     refresh = loading.refresh

@@ -35,7 +35,7 @@ import numpy as np
 import psutil
 
 from benchmarks.results_page import renew_page
-from launch.planning.this_machine import cpu_name
+from launch.prediction.this_machine import cpu_name
 
 RESULTS = Path(__file__).parent / "results" / "offload.md"
 WARM_UP, PEAK_STEPS = 1, 2
@@ -101,7 +101,7 @@ def batches_of(draw: np.random.Generator) -> list[Any]:
 
 def start() -> None:
     """Makes this process a run of one rank."""
-    from megalite.engine.distributed import start_distributed
+    from megalite.engine.deepspeed.process_groups import start_distributed
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

@@ -22,7 +22,7 @@ from launch.parity.diagnosis import LayoutResult
 from launch.parity.layout import ParityLayout
 from launch.parity.verify import Session
 from launch.runtime.devices import cpu_count
-from megalite.config.known_bad import installed_versions
+from megalite.config.rules.known_bad import installed_versions
 from tests.helpers.odd_sizes import DEEP_LAYOUTS, LAYOUTS, TIMEOUT_S, Case, Family, legal_cases, references_of
 
 RESULTS = Path(__file__).parent / "results"

@@ -5,8 +5,8 @@
 
 Layouts are those of `megalite verify --layouts auto` and some more; a layout that an option refuses has its sentence
 on the page. The model is that of configs/quickstart.yaml, as verify shrinks it. The losses and the bias of routers have
-no reference in transformers: tests/ranks/models/test_experts.py and tests/ranks/megalite/engine/test_expert_bias.py
-compare layouts with each other.
+no reference in transformers: test_experts.py in tests/ranks/models and test_expert_bias.py in
+tests/ranks/megalite/engine/statistics compare layouts with each other.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from launch.parity.comparison import worst
 from launch.parity.diagnosis import LayoutResult
 from launch.parity.layout import AUTO, ParityLayout
 from launch.parity.verify import make_plan, verify
-from launch.planning.this_machine import cpu_name
+from launch.prediction.this_machine import cpu_name
 from megalite.config import Config, ConfigError
-from megalite.config.known_bad import installed_versions
-from megalite.config.load import load_config
+from megalite.config.loading.load import load_config
+from megalite.config.rules.known_bad import installed_versions
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).parent / "results" / "parity_options.md"

@@ -71,7 +71,7 @@ def megalite(layout: str, rank: int) -> Step:
 
     from megalite.config import Config, resolve_layout
     from megalite.engine.build import build_engine
-    from megalite.engine.distributed import start_distributed
+    from megalite.engine.deepspeed.process_groups import start_distributed
     from models.decoder import decoder_layers
 
     rows = {"one": BATCH, "dp2": BATCH // 2, "tp2": BATCH, "pp2": 1}[layout]

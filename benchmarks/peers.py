@@ -44,7 +44,7 @@ from typing import Any
 
 from benchmarks.peer_sides import LAYOUTS, SIDES, ranks_of
 from benchmarks.results_page import renew_page
-from launch.planning.this_machine import cpu_name
+from launch.prediction.this_machine import cpu_name
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).parent / "results" / "peers.md"

@@ -30,14 +30,14 @@ from typing import Any
 
 from benchmarks.results_page import renew_page
 from launch.parity.forked_ranks import run_ranks, warm_up
-from launch.planning.this_machine import cpu_name
+from launch.prediction.this_machine import cpu_name
 from megalite.config import Config, resolve_layout
-from megalite.engine.activity import Activity, Operation
 from megalite.parallel.mesh import Mesh
-from megalite.planner.schedules.passes import PassKind
-from megalite.planner.schedules.program import Program
-from megalite.planner.schedules.simulation import PipelineTimes, Timeline, simulate_schedule
-from megalite.planner.schedules.tables import Schedule, chunks_needed, splits_backward
+from megalite.schedules.passes import PassKind
+from megalite.schedules.program import Program
+from megalite.schedules.simulation import PipelineTimes, Timeline, simulate_schedule
+from megalite.schedules.tables import Schedule, chunks_needed, splits_backward
+from megalite.tracing.activity import Activity, Operation
 
 RESULTS = Path(__file__).parent / "results" / "pipeline_bubble.md"
 STAGES, MICRO_BATCHES = 4, 8
@@ -95,7 +95,7 @@ class SleepingActivity(Activity):
 
 def measure(rank: int, schedules: list[Schedule], steps: int) -> dict[Schedule, list[RankStep]]:
     """Runs the steps of every schedule on one rank."""
-    from megalite.engine import pipelined
+    from megalite.engine.pipeline import pipelined
 
     peaks: list[int] = []
 

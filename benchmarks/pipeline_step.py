@@ -135,7 +135,7 @@ def serve(case: TimedLayout) -> None:
     import megalite
     from megalite.config import Config, resolve_layout
     from megalite.engine.build import build_engine
-    from megalite.engine.distributed import start_distributed
+    from megalite.engine.deepspeed.process_groups import start_distributed
     from models.decoder import decoder_layers
 
     config = Config.model_validate(_config(case))

@@ -59,7 +59,7 @@ def train_rank(dtype: str, rounds: int) -> list[Round]:
 
     from megalite.config import Config, resolve_layout
     from megalite.engine.build import build_engine
-    from megalite.engine.distributed import start_distributed
+    from megalite.engine.deepspeed.process_groups import start_distributed
     from megalite.resilience.replica_check import SelfCheck
     from models.decoder import decoder_layers
 

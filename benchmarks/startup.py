@@ -32,7 +32,7 @@ import yaml
 
 from benchmarks.results_page import renew_page
 from benchmarks.traced_start import MARKS
-from launch.planning.this_machine import cpu_name
+from launch.prediction.this_machine import cpu_name
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "startup.md"

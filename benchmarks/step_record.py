@@ -73,10 +73,10 @@ def measure(rank: int, parallel: dict[str, int], micro_batch: int, turns: int) -
     import numpy as np
 
     from megalite.config import Config, resolve_layout
-    from megalite.engine.activity import Operation, Phase
     from megalite.engine.build import build_engine
     from megalite.monitor.steps.recorder import StepRecorder
     from megalite.resilience.stop_requests import StopRequests
+    from megalite.tracing.activity import Operation, Phase
     from models.decoder import decoder_layers
 
     config = Config.model_validate(

@@ -185,7 +185,7 @@ def megalite_engine(dtype: str) -> tuple[Callable[[], float], int]:
 
     from megalite.config import Config, resolve_layout
     from megalite.engine.build import build_engine
-    from megalite.engine.distributed import start_distributed
+    from megalite.engine.deepspeed.process_groups import start_distributed
     from models.decoder import decoder_layers
 
     imports_kib = peak_kib()

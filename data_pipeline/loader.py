@@ -21,15 +21,15 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from data_pipeline.dataset import Sample, SampleRows, ids_are_below
 from data_pipeline.errors import DataError
+from data_pipeline.samples.dataset import Sample, SampleRows, ids_are_below
 
 IGNORED_TARGET = -100  # the value that cross-entropy leaves out
 _STEPS_AHEAD = 2  # global batches prepared at most while one trains
 
 
 class ReadSamples(Protocol):
-    """The part of data_pipeline.dataset.Samples that a loader needs."""
+    """The part of data_pipeline.samples.dataset.Samples that a loader needs."""
 
     sequence_length: int
     has_loss_mask: bool

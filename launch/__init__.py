@@ -1,0 +1,1 @@
+"""The command line and everything around ranks: the only place where all rooms meet."""

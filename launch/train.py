@@ -58,33 +58,33 @@ from launch.runtime.start_witness import witness
 from launch.runtime.startup_progress import StartupProgress
 from launch.trainer.attention_words import attention_in_words
 from launch.trainer.checkpoint_hooks import CheckpointHooks, manifest_maker
-from launch.trainer.data import evaluation_batches, evaluation_targets, open_data, training_batches
-from launch.trainer.host_copies import open_on_all_hosts
-from launch.trainer.joining import join_ranks, leave_together, longest_wait_s, lost_rank
+from launch.trainer.data.host_copies import open_on_all_hosts
+from launch.trainer.data.opening import evaluation_batches, evaluation_targets, open_data, training_batches
+from launch.trainer.data.run_mix import FollowedMix
 from launch.trainer.prediction_tracker import PredictionTracker, look_up_machine, memory_of_ranks
-from launch.trainer.rank_devices import check_memory_of_ranks, devices_in_words, devices_of_ranks
-from launch.trainer.resume import RunSetup, agree_on_start, checkpoints_of, load_state
-from launch.trainer.run_config import load_run_config, with_layout_for_all
-from launch.trainer.run_folder import RunFolderInUse, lock_run_folder
 from launch.trainer.run_logger import RunLogger
-from launch.trainer.run_mix import FollowedMix
 from launch.trainer.run_summary import tell_start
-from launch.trainer.start_flags import NO_FLAGS, StartFlags, split_flags
+from launch.trainer.start.flags import NO_FLAGS, StartFlags, split_flags
+from launch.trainer.start.joining import join_ranks, leave_together, longest_wait_s, lost_rank
+from launch.trainer.start.rank_devices import check_memory_of_ranks, devices_in_words, devices_of_ranks
+from launch.trainer.start.resume import RunSetup, agree_on_start, checkpoints_of, load_state
+from launch.trainer.start.run_config import load_run_config, with_layout_for_all
+from launch.trainer.start.run_folder import RunFolderInUse, lock_run_folder
 from megalite.checkpoint.durable_files import NO_ROOM
 from megalite.checkpoint.errors import StorageError
 from megalite.checkpoint.fence import fence
 from megalite.checkpoint.small_files import forbid_writing_by_all
 from megalite.config import Config, resolve_layout
-from megalite.config.known_bad import check_known_bad, installed_versions
 from megalite.config.layout import unchecked_layout
+from megalite.config.rules.known_bad import check_known_bad, installed_versions
 from megalite.config.user_folders import ensure_home
-from megalite.engine.errors import MessageRefused, RendezvousFailed
+from megalite.distributed.errors import MessageRefused, RendezvousFailed
 from megalite.monitor.events import EVENTS, EventLog
 from megalite.planner.cost.shapes import recompute_of_blocks
-from megalite.planner.units import plural
 from megalite.resilience.heartbeat import Heartbeat
 from megalite.resilience.signals import take_signals
 from megalite.training.state import SaveFailed, TrainingInterrupted, TrainingPreempted, TrainingStopped, TrainState
+from megalite.units import plural
 
 if TYPE_CHECKING:
     from megalite.engine.engine import Engine
@@ -215,11 +215,11 @@ def run(
     progress.begin("loading PyTorch and DeepSpeed")
     import torch
 
-    from megalite.engine.activity import Activity
-    from megalite.engine.agreement import from_rank_0
+    from megalite.distributed.agreement import from_rank_0
     from megalite.engine.build import build_engine
     from megalite.parallel.mesh import Mesh
     from megalite.resilience.watchdog import Watchdog, agree_on_launch
+    from megalite.tracing.activity import Activity
     from models.decoder import layers_of
 
     torch.set_float32_matmul_precision(config.precision.float32_matmul_precision)

@@ -1,0 +1,1 @@
+"""Trains transformers in three dimensions of parallelism on DeepSpeed's engines."""

@@ -1,0 +1,1 @@
+"""The decoder: math on local tensors."""

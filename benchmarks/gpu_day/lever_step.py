@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.gpu_day.profile_step import profile, set_environment, step_of, warm_up
 
 if TYPE_CHECKING:
-    from launch.planning.prediction import Prediction
+    from launch.prediction.prediction import Prediction
     from megalite.config import Config
     from megalite.engine.step_result import StepResult
 
@@ -76,8 +76,8 @@ def _rates(config: Config, device: str, step_s: float) -> dict[str, Any]:
 
 def _prediction(config: Config, device: str) -> Prediction:
     from launch.errors import LaunchError
-    from launch.planning.prediction import Prediction
-    from launch.planning.this_machine import UNMEASURED, describe_machine
+    from launch.prediction.prediction import Prediction
+    from launch.prediction.this_machine import UNMEASURED, describe_machine
     from megalite.config import ConfigError, resolve_layout
 
     machine, problem = None, ""

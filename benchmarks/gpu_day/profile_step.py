@@ -94,7 +94,7 @@ def step_of(config: Config, device: str, document_length: int = 0) -> Callable[[
 
     from megalite.config import resolve_layout
     from megalite.engine.build import build_engine
-    from megalite.engine.distributed import start_distributed
+    from megalite.engine.deepspeed.process_groups import start_distributed
     from megalite.planner.cost.shapes import recompute_of_blocks
     from models.decoder import layers_of
 

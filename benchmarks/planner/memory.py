@@ -37,7 +37,7 @@ from benchmarks.planner.published import read
 from launch.runtime.devices import cpu_count
 from launch.runtime.host_probe import has_bf16_units
 from megalite.config import ModelConfig, ResolvedLayout, resolve_layout
-from megalite.config.known_bad import installed_versions
+from megalite.config.rules.known_bad import installed_versions
 from megalite.parallel.mesh import Mesh
 from megalite.planner.cost.memory import CPU, TENSORS, Device, StageMemory, memory_of
 from megalite.planner.workload import ParallelLayout, TrainingWorkload

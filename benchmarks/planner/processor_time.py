@@ -25,7 +25,7 @@ from pathlib import Path
 import yaml
 
 from benchmarks.results_page import renew_page
-from launch.planning.this_machine import cpu_name
+from launch.prediction.this_machine import cpu_name
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "planner_time.md"

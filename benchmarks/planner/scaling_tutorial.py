@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from launch.planning.tables.reliability import TUTORIAL
-from megalite.planner.reliability.checkpoints import (
+from megalite.planner.cost.checkpoints import (
     BYTES_PER_PARAMETER,
     Contents,
     Save,
@@ -24,7 +24,7 @@ from megalite.planner.reliability.checkpoints import (
     TimeShares,
     young_interval_s,
 )
-from megalite.planner.reliability.failure_rates import (
+from megalite.planner.failure_rates import (
     HOURS_PER_DAY,
     PUBLISHED_BAND,
     Components,

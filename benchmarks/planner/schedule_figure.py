@@ -11,11 +11,11 @@ from __future__ import annotations
 from pathlib import Path
 from xml.etree.ElementTree import Element, indent, tostring
 
-from launch.planning.report.svg import AxisScale, Child, bar, element, label, slug
-from megalite.planner.schedules.passes import PassKind
-from megalite.planner.schedules.simulation import PipelineTimes, ScheduledPass, Timeline, simulate_schedule
-from megalite.planner.schedules.tables import Schedule, chunks_needed
-from megalite.planner.units import percent
+from launch.pages.svg import AxisScale, Child, bar, element, label, slug
+from megalite.schedules.passes import PassKind
+from megalite.schedules.simulation import PipelineTimes, ScheduledPass, Timeline, simulate_schedule
+from megalite.schedules.tables import Schedule, chunks_needed
+from megalite.units import percent
 
 FIGURE = Path(__file__).parents[2] / "docs" / "images" / "pipeline_schedules.svg"
 STAGES, MICRO_BATCHES = 4, 8

@@ -14,11 +14,11 @@ from functools import cache
 from statistics import fmean
 
 from benchmarks.planner.published import read
-from megalite.planner.reliability.checkpoints import Save, best_interval_s, expected_ettr, time_shares
-from megalite.planner.reliability.failure_rates import rate_of_count
+from megalite.planner.cost.checkpoints import Save, best_interval_s, expected_ettr, time_shares
+from megalite.planner.failure_rates import rate_of_count
 from megalite.planner.reliability.run_simulation import DAY_S, HOUR_S, SimulatedJob, expected_slowdown, simulate
-from megalite.planner.schedules.simulation import PipelineTimes, bubble_closed_form, simulate_schedule
-from megalite.planner.schedules.tables import Schedule, chunks_needed
+from megalite.schedules.simulation import PipelineTimes, bubble_closed_form, simulate_schedule
+from megalite.schedules.tables import Schedule, chunks_needed
 
 FAILURES = 4000  # of each simulated run that a closed form is held against
 MANY_FAILURES = 20_000  # where intervals are as long as the time between failures: enough for 0.1 points

@@ -38,8 +38,8 @@ from benchmarks.planner.scaling_tutorial import contradictions, scale_table
 from benchmarks.planner.simulation import Check, Relation, validation_rows
 from launch.planning.calibration import minimize
 from megalite.planner.cost.step_time import step_time
+from megalite.planner.failure_rates import rate_of_count
 from megalite.planner.hardware import Cluster, find_accelerator
-from megalite.planner.reliability.failure_rates import rate_of_count
 
 PAGE = Path(__file__).parents[2] / "docs" / "planner.md"
 BEGIN = "<!-- validation: made by `python -m benchmarks.planner.validation` -->\n"

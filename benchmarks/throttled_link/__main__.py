@@ -38,7 +38,7 @@ from typing import Any
 
 from benchmarks.results_page import renew_page
 from benchmarks.throttled_link.cases import CASES, LinkCase, LinkStep
-from launch.planning.this_machine import cpu_name
+from launch.prediction.this_machine import cpu_name
 from tests.helpers.cluster_machine import why_no_hosts
 from tests.helpers.hosts import Cluster, HostCommand
 

@@ -23,12 +23,12 @@ import torch.distributed as dist
 from benchmarks.throttled_link.cases import CASES, SEQUENCE, LinkCase, LinkStep
 from launch.parity.problem import Batch
 from megalite.config import Config, resolve_layout
-from megalite.engine import partitioned_step
-from megalite.engine.activity import Operation
 from megalite.engine.build import build_engine
-from megalite.engine.distributed import start_distributed
+from megalite.engine.deepspeed.process_groups import start_distributed
 from megalite.engine.engine import Engine
-from megalite.engine.gradient_reduction import GradientReducer
+from megalite.engine.reduction import partitioned_step
+from megalite.engine.reduction.gradient_reduction import GradientReducer
+from megalite.tracing.activity import Operation
 from models.decoder import decoder_layers
 
 WARM_UP_STEPS = 3

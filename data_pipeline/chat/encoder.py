@@ -15,7 +15,7 @@ from data_pipeline.chat.turns import TrainOn, TurnFinder, Turns
 from data_pipeline.errors import DataError
 from data_pipeline.prepare.cutting import TextPiece
 from data_pipeline.prepare.encoding import EncodedPiece, LoadedTokenizer, SpecialTokens, loaded_tokenizer
-from data_pipeline.tokenizer_reading import TokenizerFile, with_limits
+from data_pipeline.tokenizers.reading import TokenizerFile, with_limits
 
 
 @dataclass(frozen=True)

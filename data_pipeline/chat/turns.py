@@ -30,7 +30,7 @@ from data_pipeline.chat.renderer import (
 )
 from data_pipeline.chat.template import ChatTemplate, chat_template_of
 from data_pipeline.errors import DataError, DataLimitError
-from data_pipeline.tokenizer_reading import HubTokenizer
+from data_pipeline.tokenizers.reading import HubTokenizer
 
 TrainOn = Literal["all-turns", "last-turn"]
 """all-turns: every message of the assistant carries loss; last-turn: those after the last message of the user."""

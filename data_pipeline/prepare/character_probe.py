@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from data_pipeline.errors import DataError
 from data_pipeline.prepare.fast_encoding import FastTokenizer
-from data_pipeline.tokenizer_reading import encoded
+from data_pipeline.tokenizers.reading import encoded
 
 _PROBED = 0x40000  # the planes that hold letters
 _BLOCK = 1 << 10  # characters that are compared at once

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from data_pipeline.errors import DataError
 from data_pipeline.sources.document import Document, OnBadRow
-from data_pipeline.tokenizer_reading import encoded
+from data_pipeline.tokenizers.reading import encoded
 
 if TYPE_CHECKING:
     import tokenizers

@@ -21,7 +21,7 @@ from data_pipeline.prepare.fast_encoding import fast_tokenizer
 from data_pipeline.sources import Source
 from data_pipeline.sources.remote_file import RemoteFile
 from data_pipeline.sources.stretch import WHOLE, Stretch
-from data_pipeline.tokenizer_reading import encoded
+from data_pipeline.tokenizers.reading import encoded
 
 SAMPLE_CHARACTERS = 1 << 20
 _SMALLEST_SHARE = 1 << 12  # characters of a source; less of each would open more files than the check is worth

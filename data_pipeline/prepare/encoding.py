@@ -16,7 +16,7 @@ from data_pipeline.prepare.character_probe import holds_any
 from data_pipeline.prepare.cutting import TextPiece
 from data_pipeline.prepare.fast_encoding import fast_tokenizer
 from data_pipeline.prepare.fill_in_the_middle import FillInTheMiddle
-from data_pipeline.tokenizer_reading import TokenizerFile, encoded
+from data_pipeline.tokenizers.reading import TokenizerFile, encoded
 
 if TYPE_CHECKING:
     import tokenizers

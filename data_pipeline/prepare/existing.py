@@ -5,14 +5,14 @@ from pathlib import Path
 
 from data_pipeline.chat.encoder import ChatEncoder
 from data_pipeline.errors import DataError, first_names
-from data_pipeline.files import with_ending
-from data_pipeline.loss_file import loss_path
-from data_pipeline.meta import CorpusMeta, meta_path, read_meta
 from data_pipeline.prepare.cutting import CUT_PLACES
 from data_pipeline.prepare.parts import PartStore
 from data_pipeline.prepare.plan import PreparationPlan
 from data_pipeline.sources.document import LONGEST_ROW
-from data_pipeline.tokenizer_reading import TokenizerFile
+from data_pipeline.storage.files import with_ending
+from data_pipeline.storage.loss_file import loss_path
+from data_pipeline.storage.meta import CorpusMeta, meta_path, read_meta
+from data_pipeline.tokenizers.reading import TokenizerFile
 
 _INSTEAD = "choose another output, or replace it with --overwrite"
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_pipeline.errors import DataError
-from data_pipeline.tokenizer_reading import TokenizerFile, UnusableTokenizer
+from data_pipeline.tokenizers.reading import TokenizerFile, UnusableTokenizer
 
 if TYPE_CHECKING:
     import gigatoken

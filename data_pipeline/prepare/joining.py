@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_pipeline.errors import DataError, first_names
-from data_pipeline.indexed import IndexedWriter
-from data_pipeline.loss_file import LossWriter, loss_path
-from data_pipeline.meta import meta_path
 from data_pipeline.prepare.parts import PartStore, RemainingPart
+from data_pipeline.storage.indexed import IndexedWriter
+from data_pipeline.storage.loss_file import LossWriter, loss_path
+from data_pipeline.storage.meta import meta_path
 
 _BUFFER_TOKENS = 1 << 20
 _INDEX_BYTES = 20  # of a document

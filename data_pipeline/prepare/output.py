@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from data_pipeline.errors import DataError
-from data_pipeline.files import is_url
+from data_pipeline.storage.files import is_url
 
 _ENDINGS = (".bin", ".idx", ".meta.json")
 

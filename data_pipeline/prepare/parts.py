@@ -28,8 +28,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_pipeline.errors import DataError
-from data_pipeline.files import open_anew, with_ending, write_atomically
 from data_pipeline.ownership import make_folder
+from data_pipeline.storage.files import open_anew, with_ending, write_atomically
 from data_pipeline.typed_json import of_json
 
 _ENDINGS = (".bin", ".loss.bin")

@@ -14,7 +14,7 @@ from ctypes import Array, c_char
 from pathlib import Path
 
 from data_pipeline.prepare.cutting import TextPiece
-from data_pipeline.tokenizer_reading import CHARACTERS_PER_S, MEMORY_BYTES, PROCESSOR_S
+from data_pipeline.tokenizers.reading import CHARACTERS_PER_S, MEMORY_BYTES, PROCESSOR_S
 
 LAST_WORDS = 2000  # bytes
 _LOOK_EVERY_S = 0.1

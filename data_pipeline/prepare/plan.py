@@ -17,7 +17,6 @@ from typing import Any
 from data_pipeline.chat.encoder import ChatEncoder, chat_encoder
 from data_pipeline.chat.turns import TrainOn
 from data_pipeline.errors import DataError
-from data_pipeline.meta import WRITER_VERSION
 from data_pipeline.prepare.bad_rows import BadRows
 from data_pipeline.prepare.cutting import CUT_PLACES, CutPlace, cut_document, safe_places
 from data_pipeline.prepare.encoding import (
@@ -33,8 +32,9 @@ from data_pipeline.prepare.fill_in_the_middle import FillInTheMiddle, fill_in_th
 from data_pipeline.prepare.units import WorkUnit, work_units
 from data_pipeline.sources import Source, open_sources
 from data_pipeline.sources.document import LONGEST_ROW
-from data_pipeline.tokenizer import TrainedTokenizer
-from data_pipeline.tokenizer_reading import TokenizerFile, inspect_tokenizer, with_limits
+from data_pipeline.storage.meta import WRITER_VERSION
+from data_pipeline.tokenizers.reading import TokenizerFile, inspect_tokenizer, with_limits
+from data_pipeline.tokenizers.training import TrainedTokenizer
 
 _SMALLEST_UNIT, _LARGEST_UNIT = 1 << 18, 1 << 24  # bytes of text
 _UNITS_PER_JOB = 1024  # aimed at, between the two limits

@@ -21,9 +21,6 @@ from typing import Literal
 
 from data_pipeline.chat.encoder import ChatEncoder
 from data_pipeline.errors import DataError
-from data_pipeline.files import decimal_size, with_ending, write_atomically
-from data_pipeline.indexed import IndexedTokens, token_dtype
-from data_pipeline.meta import CorpusMeta, read_meta
 from data_pipeline.prepare.encoder_check import fast_encoder
 from data_pipeline.prepare.encoding import TextEncoder
 from data_pipeline.prepare.existing import check_replaceable
@@ -34,7 +31,10 @@ from data_pipeline.prepare.units import undivided_files
 from data_pipeline.prepare.workers import TaskDone, UnitTask, UnitWork, units_done
 from data_pipeline.sources.folders import repeated_files
 from data_pipeline.sources.lines import numbered_from_the_first
-from data_pipeline.tokenizer import TrainedTokenizer
+from data_pipeline.storage.files import decimal_size, with_ending, write_atomically
+from data_pipeline.storage.indexed import IndexedTokens, token_dtype
+from data_pipeline.storage.meta import CorpusMeta, read_meta
+from data_pipeline.tokenizers.training import TrainedTokenizer
 
 _BYTES_OF_A_TOKEN = 4  # of text, before it is known
 _SHOWN_ROWS = 3  # of the bad ones, in the summary

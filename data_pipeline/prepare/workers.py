@@ -21,14 +21,14 @@ from typing import NamedTuple
 
 from data_pipeline.chat.encoder import ChatEncoder
 from data_pipeline.errors import DataError, DataLimitError
-from data_pipeline.indexed import token_dtype
 from data_pipeline.prepare.bad_rows import BadRows
 from data_pipeline.prepare.cutting import TextPiece
 from data_pipeline.prepare.parts import PartStore, PartWriter
 from data_pipeline.prepare.piece_watch import LAST_WORDS, watch_pieces, watched
 from data_pipeline.prepare.plan import PreparationPlan
 from data_pipeline.prepare.units import unit_pieces
-from data_pipeline.tokenizer_reading import UnusableTokenizer
+from data_pipeline.storage.indexed import token_dtype
+from data_pipeline.tokenizers.reading import UnusableTokenizer
 
 _REPORT_EVERY_S = 0.5
 

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Protocol
 
 from data_pipeline.errors import DataError
-from data_pipeline.files import is_url, user_path
 from data_pipeline.neighbours import nearest
 from data_pipeline.sources.chats import ChatDataset, ChatParquet, ChatRows
 from data_pipeline.sources.compressed import name_inside
@@ -32,7 +31,8 @@ from data_pipeline.sources.parquet import ParquetRows
 from data_pipeline.sources.remote_file import Place, RemoteFile, remote_files
 from data_pipeline.sources.stretch import WHOLE, Stretch
 from data_pipeline.sources.text import TextFile
-from data_pipeline.tokenizer import python_stdlib_sources
+from data_pipeline.storage.files import is_url, user_path
+from data_pipeline.tokenizers.training import python_stdlib_sources
 
 PYTHON_STDLIB = "python-stdlib"
 _NO_TEXT = {

@@ -36,12 +36,12 @@ from launch.runtime.printing import say
 from launch.runtime.processes import ProcessTree, StopSignals
 from launch.runtime.rank_environment import ATTEMPT, PRIVATE, take_private_environment
 from launch.supervision.supervisor import REAPER_S, AttemptEnd, CommandSupervisor, Policy
-from launch.trainer.run_config import load_run_config
-from launch.trainer.run_folder import lock_run_folder, make_run_folder
-from launch.trainer.start_flags import split_flags
+from launch.trainer.start.flags import split_flags
+from launch.trainer.start.run_config import load_run_config
+from launch.trainer.start.run_folder import lock_run_folder, make_run_folder
 from megalite.checkpoint.small_files import UnsafeFile, check_small_file, make_folder, write_small_file
 from megalite.config import Config
-from megalite.engine.meeting_place import SECRET, new_secret
+from megalite.distributed.store_address import SECRET, new_secret
 from megalite.resilience.signals import STOP_SIGNALS
 
 log = get_logger("launch.backends.ray")  # this module also runs as __main__

@@ -14,10 +14,10 @@ from launch.output import check_writable, write_file
 from launch.runtime.devices import Device
 from launch.runtime.logs import get_logger
 from launch.runtime.printing import print_result, say
-from launch.trainer.run_config import load_run_config
+from launch.trainer.start.run_config import load_run_config
 from megalite.config import Config, ResolvedLayout, wanted_world_size
 from megalite.config.suggestions import neighbours
-from megalite.planner.units import plural
+from megalite.units import plural
 
 log = get_logger(__name__)
 
@@ -71,7 +71,7 @@ class Delivery:
 def load_checked_config(config_path: Path, overrides: Sequence[str] | None) -> Config:
     """Loads a config for a supervised run. Raises ConfigError or LaunchError for what its ranks would reject."""
     from launch.supervision.supervisor import check_resumes
-    from launch.trainer.start_checks import check_run
+    from launch.trainer.start.checks import check_run
 
     config = load_run_config(config_path, overrides or [])
     check_resumes(config)
@@ -94,8 +94,8 @@ def fit_layout(
     installed packages, which are those of the ranks if nodes share this environment. Raises ConfigError or LaunchError
     if the layout does not fit.
     """
-    from launch.planning.auto_layout import layout_or_likely
-    from megalite.config.known_bad import check_known_bad, installed_versions
+    from launch.prediction.auto_layout import layout_or_likely
+    from megalite.config.rules.known_bad import check_known_bad, installed_versions
     from megalite.planner.search import PIPELINE, TENSOR, Ranks
 
     give_option = "" if ranks_option is None else f"give {ranks_option}, or "

@@ -1,0 +1,1 @@
+"""Every typer command, thin: it reads options, calls a room below, prints."""

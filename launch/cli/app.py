@@ -65,13 +65,13 @@ from launch.output import console, print_json
 from launch.runtime.logs import get_logger
 from launch.runtime.modules import COMMAND_LINE, python_command
 from launch.runtime.printing import print_exception, say
-from launch.trainer.run_config import load_run_config
-from launch.trainer.start_flags import StartFlags
+from launch.trainer.start.flags import StartFlags
+from launch.trainer.start.run_config import load_run_config
 from megalite.checkpoint.durable_files import NO_ROOM
 from megalite.checkpoint.small_files import forbid_writing_by_all
 from megalite.config import Config
 from megalite.config.foreign_words import answer, rows_of
-from megalite.config.hidden_secrets import without_secrets
+from megalite.config.loading.hidden_secrets import without_secrets
 from megalite.config.suggestions import option_paths, own_names
 
 log = get_logger(__name__)

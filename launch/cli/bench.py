@@ -51,7 +51,7 @@ def bench(
     from launch.experiments.comparison import compare
     from launch.experiments.series import RunSeries, length_free
     from launch.experiments.variants import VariedOption, variants
-    from launch.trainer.run_config import load_run_config
+    from launch.trainer.start.run_config import load_run_config
 
     base = load_run_config(config_path, overrides or [])
     varied = [VariedOption.parse(text) for text in vary or []]
@@ -87,7 +87,7 @@ def bench(
 
 def _presets(config: Config, *, buckets: bool, micro_batch: bool, recompute: bool) -> list[VariedOption]:
     from launch.experiments.variants import bucket_sizes, micro_batch_sizes, recompute_modes
-    from launch.trainer.start_checks import choose_layout, resolve
+    from launch.trainer.start.checks import choose_layout, resolve
 
     found: list[VariedOption] = []
     if buckets:

@@ -51,7 +51,7 @@ def compare(
     )
     from launch.inspection.files import check_is_run
     from launch.inspection.history import RunHistory
-    from launch.inspection.page.skeleton import check_page_path
+    from launch.pages.skeleton import check_page_path
 
     if len(runs) < 2:
         raise LaunchError(f"{runs[0]} alone: give the folders of two runs or more")

@@ -13,13 +13,13 @@ from launch.errors import LaunchError
 from launch.output import Table, check_writable, console, print_json, write_file
 from launch.runtime.logs import get_logger
 from launch.runtime.printing import print_result, say
-from launch.trainer.run_config import load_run_config
+from launch.trainer.start.run_config import load_run_config
 from megalite.config import Config
 from megalite.config.deepspeed import check_pass_through
 from megalite.config.suggestions import NAME, NUMBER, OptionPath, dotted, option_paths
 
 if TYPE_CHECKING:
-    from megalite.config.option_docs import OptionFacts
+    from megalite.config.documentation.option_docs import OptionFacts
 
 log = get_logger(__name__)
 DEEPSPEED_KEYS = "https://www.deepspeed.ai/docs/config-json/"
@@ -52,11 +52,11 @@ def init(
 
     Example: `megalite config init -o config.yaml`
     """
-    from megalite.config.starter import SourceOfWeights, starter_config
+    from megalite.config.documentation.starter import SourceOfWeights, starter_config
 
     weights = None
     if source is not None:
-        from launch.huggingface.hub_folder import hub_config, is_hub_model
+        from launch.conversion.huggingface.hub_folder import hub_config, is_hub_model
         from megalite.config.known_models import names_near, run_text
 
         if not Path(source).exists() and (text := run_text(source)) is not None:
@@ -166,8 +166,8 @@ def explain(
 
     Example: `megalite config explain training.steps`
     """
+    from megalite.config.documentation.option_docs import facts_of, options_in
     from megalite.config.errors import unknown_option
-    from megalite.config.option_docs import facts_of, options_in
 
     path = tuple(option.split(".")) if option else ()
     if path and path not in option_paths(Config):
@@ -215,10 +215,10 @@ def schema(
     Example: `megalite config schema > megalite.schema.json`
     """
     if markdown:
-        from megalite.config.option_docs import options_page
+        from megalite.config.documentation.option_docs import options_page
 
         print_result(options_page(), end="")
         return
-    from megalite.config.schema import json_schema
+    from megalite.config.documentation.schema import json_schema
 
     print_json(json_schema())

@@ -1,4 +1,4 @@
-"""The commands `megalite import` and `megalite export`; launch/huggingface implements them. No torch here."""
+"""The commands `megalite import` and `megalite export`, which launch/conversion implements. No torch here."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from launch.runtime.logs import get_logger
 from launch.runtime.printing import say
 
 if TYPE_CHECKING:
-    from launch.huggingface.progress import ConversionPlan, ConvertSummary
+    from launch.conversion.huggingface.progress import ConversionPlan, ConvertSummary
 
 log = get_logger(__name__)
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT]?)i?B?", re.IGNORECASE)
@@ -60,7 +60,7 @@ def import_(
     Example: `megalite import ./Llama-3.2-1B runs/llama-1b/start`
     """
     with loading("PyTorch and transformers"):
-        from launch.huggingface.importing import import_hugging_face, plan_import
+        from launch.conversion.huggingface.importing import import_hugging_face, plan_import
 
     check_local(checkpoint, COPY)
     kept = None if dtype is None else dtype.value
@@ -97,7 +97,7 @@ def export(
     Example: `megalite export runs/quickstart runs/quickstart/hf`
     """
     with loading("PyTorch and transformers"):
-        from launch.huggingface.exporting import export_hugging_face, plan_export
+        from launch.conversion.huggingface.exporting import export_hugging_face, plan_export
 
     check_local(hf_dir, COPY)
     size, stored = parse_size(max_shard_size), None if dtype is None else dtype.value

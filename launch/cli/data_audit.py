@@ -1,4 +1,4 @@
-"""The commands `megalite data plan|at|find`; launch/inspection and data_pipeline/audit.py implement them.
+"""The commands `megalite data plan|at|find`; launch/inspection and data_pipeline/audit/contents.py implement them.
 
 Exit codes: 0 done; 2 user error. No torch.
 """
@@ -27,10 +27,10 @@ def plan_data(config_path: ConfigPath, overrides: Overrides = None, as_json: AsJ
     Example: `megalite data plan configs/quickstart.yaml training.steps=1000`
     """
     from launch.inspection.data_plan import data_of, plan_table, planned_sources
-    from launch.planning.batch_words import stage_facts, stage_in_words
-    from launch.trainer.resume import checkpoints_of
-    from launch.trainer.run_config import load_run_config
-    from launch.trainer.run_mix import check_epochs, notices_of
+    from launch.prediction.batch_words import stage_facts, stage_in_words
+    from launch.trainer.data.run_mix import check_epochs, notices_of
+    from launch.trainer.start.resume import checkpoints_of
+    from launch.trainer.start.run_config import load_run_config
 
     config = load_run_config(config_path, overrides or [])
     data = data_of(config, checkpoints_of(config))

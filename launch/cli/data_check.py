@@ -1,4 +1,4 @@
-"""The command `megalite data check`: a progress bar and sentences around `data_pipeline.corpus_check`."""
+"""The command `megalite data check`: a progress bar and sentences around `data_pipeline.audit.corpus_check`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from launch.cli.options import AsJson
 from launch.errors import VERIFY_FAILED_CODE
 from launch.output import check_local, print_json, progress_bar
 from launch.runtime.printing import say
-from megalite.planner.units import plural
+from megalite.units import plural
 
 
 def check(
@@ -28,7 +28,7 @@ def check(
 
     Example: `megalite data check runs/quickstart/data/python_stdlib`
     """
-    from data_pipeline.corpus_check import bytes_to_check, check_corpus
+    from data_pipeline.audit.corpus_check import bytes_to_check, check_corpus
 
     for prefix in prefixes:
         check_local(prefix, "`megalite data fetch CONFIG` copies what a run reads of it, and compares every digest")

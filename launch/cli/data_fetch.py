@@ -1,4 +1,4 @@
-"""The command `megalite data fetch`: a line of progress around `launch.trainer.remote_data`."""
+"""The command `megalite data fetch`: a line of progress around `launch.trainer.data.remote_data`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from launch.cli.options import AsJson, ConfigPath, Overrides
 from launch.errors import LaunchError
 from launch.output import print_json, spinner
 from launch.runtime.printing import say
-from launch.trainer.run_config import load_run_config
+from launch.trainer.start.run_config import load_run_config
 
 
 def fetch(config_path: ConfigPath, overrides: Overrides = None, as_json: AsJson = False) -> None:
@@ -17,7 +17,7 @@ def fetch(config_path: ConfigPath, overrides: Overrides = None, as_json: AsJson 
 
     Example: `megalite data fetch configs/far.yaml data.path=s3://bucket/corpora/web`
     """
-    from launch.trainer.remote_data import copies_here
+    from launch.trainer.data.remote_data import copies_here
 
     config = load_run_config(config_path, overrides or [])
     if not config.data.urls:

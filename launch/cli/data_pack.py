@@ -1,4 +1,4 @@
-"""The command `megalite data pack`: a table around `launch.trainer.packing`."""
+"""The command `megalite data pack`: a table around `launch.trainer.data.packing`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 from launch.cli.options import AsJson, ConfigPath, Overrides
 from launch.output import Table, print_json, spinner
-from launch.trainer.run_config import load_run_config
+from launch.trainer.start.run_config import load_run_config
 
 
 def pack(config_path: ConfigPath, overrides: Overrides = None, as_json: AsJson = False) -> None:
@@ -17,8 +17,8 @@ def pack(config_path: ConfigPath, overrides: Overrides = None, as_json: AsJson =
 
     Example: `megalite data pack configs/quickstart.yaml data.packing=best_fit data.document_mask=true`
     """
-    from launch.trainer.packing import pack_data
-    from launch.trainer.remote_data import copies_here, with_copies
+    from launch.trainer.data.packing import pack_data
+    from launch.trainer.data.remote_data import copies_here, with_copies
 
     config = load_run_config(config_path, overrides or [])
     with spinner("packing", is_shown=not as_json) as describe:

@@ -17,7 +17,7 @@ from launch.errors import FAILED_CODE, INTERRUPTED_CODE, LaunchError
 from launch.output import print_json
 from launch.runtime.logs import get_logger
 from launch.runtime.printing import say
-from launch.trainer.run_config import load_run_config
+from launch.trainer.start.run_config import load_run_config
 
 if TYPE_CHECKING:
     from launch.cluster.ssh.connection import HostConnection

@@ -12,10 +12,10 @@ from launch.backends.kubernetes.manifests import Kind, PodJob, name_of, objects_
 from launch.backends.submission import Delivery, fit_layout, load_checked_config
 from launch.cli.options import AllowChange, ConfigPath, Force, OutputFile, Overrides, OverwriteFile, SharedRunDir
 from launch.errors import LaunchError
-from launch.trainer.start_flags import StartFlags
+from launch.trainer.start.flags import StartFlags
 from megalite.config import Config, ResolvedLayout
 from megalite.config.versions import own_version
-from megalite.planner.units import plural
+from megalite.units import plural
 
 OUTPUT, DATA = "/output", "/data"
 NOT_VALIDATED = "not validated by an API server; --submit --dry-run, or kubectl apply --dry-run=server, asks one"
@@ -100,7 +100,7 @@ def k8s(
     Example: `megalite k8s configs/quickstart.yaml --image registry/megalite:1 --nodes 2 --gpus-per-node 4
     --output-claim runs -o quickstart.k8s.yaml`
     """
-    from launch.planning.auto_layout import sizes_in_words
+    from launch.prediction.auto_layout import sizes_in_words
 
     config = load_checked_config(config_path, overrides)
     if output_claim is None:
@@ -157,9 +157,9 @@ def k8s(
 
 def _check_memory(config: Config, layout: ResolvedLayout, available: int, ranks: int) -> None:
     """Raises LaunchError where the CPU ranks of a pod cannot fit its memory."""
-    from launch.planning.auto_layout import hosts_cluster
-    from launch.planning.memory_check import forecast_memory, refuse_what_cannot_fit
-    from launch.planning.this_machine import UNMEASURED
+    from launch.prediction.auto_layout import hosts_cluster
+    from launch.prediction.memory_check import forecast_memory, refuse_what_cannot_fit
+    from launch.prediction.this_machine import UNMEASURED
     from megalite.planner.cost.memory import CPU
     from megalite.planner.hardware import Cluster
 

@@ -31,13 +31,13 @@ from launch.errors import LaunchError
 from launch.output import print_json
 from launch.runtime.logs import get_logger
 from launch.runtime.printing import say
-from launch.trainer.start_flags import StartFlags
-from megalite.planner.units import plural
+from launch.trainer.start.flags import StartFlags
+from megalite.units import plural
 
 if TYPE_CHECKING:
     from launch.cluster.supervisor import Options
     from launch.runtime.hostfile import Host
-    from launch.trainer.start_checks import RunPosition
+    from launch.trainer.start.checks import RunPosition
 
 log = get_logger(__name__)
 
@@ -99,9 +99,9 @@ def launch(
     from launch.cluster.supervisor import HostsSupervisor, Options
     from launch.cluster.switch_topology import read_topology
     from launch.supervision.supervisor import Policy
+    from launch.trainer.data.remote_data import awaited_copies
     from launch.trainer.local_run import finish_if_complete
-    from launch.trainer.remote_data import awaited_copies
-    from launch.trainer.start_checks import find_position
+    from launch.trainer.start.checks import find_position
 
     options = Options(
         launcher=launcher,

@@ -15,7 +15,7 @@ from launch.errors import LaunchError
 from launch.output import Table, print_json
 from launch.runtime.logs import get_logger
 from launch.runtime.printing import say
-from launch.trainer.run_config import load_run_config
+from launch.trainer.start.run_config import load_run_config
 from megalite.config import Config, ResolvedLayout, resolve_layout
 from megalite.parallel.mesh import Mesh
 
@@ -47,7 +47,7 @@ def place(
     Example: `megalite place configs/quickstart.yaml --nodes "node[1-4]:2"`
     """
     from launch.cluster.placement import nodes_of, place_run
-    from launch.planning.auto_layout import sizes_in_words
+    from launch.prediction.auto_layout import sizes_in_words
     from launch.runtime.hostfile import read_hostfile
 
     if names and as_json:

@@ -13,7 +13,7 @@ from launch.cli.options import AsJson, check_one_format
 from launch.errors import LaunchError
 from launch.output import Table, print_csv, print_json
 from launch.runtime.logs import get_logger
-from megalite.planner.units import seconds
+from megalite.units import seconds
 
 if TYPE_CHECKING:
     from launch.planning.calibration import Fit
@@ -43,7 +43,7 @@ def calibrate(
     Example: `megalite plan calibrate runs/quickstart`
     """
     from launch.planning.calibration import fit, read_run
-    from launch.planning.hardware_catalogue import add_to_user_file, user_file
+    from launch.prediction.hardware_catalogue import add_to_user_file, user_file
 
     check_one_format(as_json=as_json, as_csv=as_csv)
     read, left_out = [], []
@@ -86,7 +86,7 @@ def calibrate(
 
 def _entries(fits: Sequence[Fit], where: Path) -> dict[str, dict[str, Any]]:
     """Entries for the catalogue: only the constant of an accelerator that it knows, else the whole description."""
-    from launch.planning.hardware_catalogue import known_hardware
+    from launch.prediction.hardware_catalogue import known_hardware
 
     known = known_hardware(where)
     accelerators: dict[str, Any] = {}

@@ -21,8 +21,6 @@ from launch.cli.options import (
 )
 from launch.errors import LaunchError
 from launch.output import check_writable, print_csv, print_json, progress_lines, write_file
-from launch.planning.batch_words import stage_facts, stage_in_words
-from launch.planning.cluster import cluster_at, here, search_here
 from launch.planning.tables.layouts import (
     LayoutRow,
     context_rows,
@@ -33,13 +31,15 @@ from launch.planning.tables.layouts import (
     search_as_json,
 )
 from launch.planning.tables.outlook import outlook_as_json, outlook_lines
+from launch.prediction.batch_words import stage_facts, stage_in_words
+from launch.prediction.cluster import cluster_at, here, search_here
 from launch.runtime.logs import get_logger
 from launch.runtime.printing import say
-from launch.trainer.run_config import load_run_config
+from launch.trainer.start.run_config import load_run_config
 from megalite.config import Config, ConfigError, resolve_layout, wanted_world_size
 from megalite.config.auto import PLACEHOLDERS
 from megalite.config.known_models import origin, run_of
-from megalite.config.load import stated_values
+from megalite.config.loading.load import stated_values
 from megalite.config.suggestions import dotted
 from megalite.config.yaml_text import to_yaml
 from megalite.planner.contexts import ContextLength, contexts
@@ -47,7 +47,7 @@ from megalite.planner.explanation import caveats, explain, why_nothing_fits
 from megalite.planner.hardware import Cluster, is_guess
 from megalite.planner.outlook import outlook_of
 from megalite.planner.search import DATA, MICRO_BATCH, SearchResult, judged, search
-from megalite.planner.units import plural
+from megalite.units import plural
 
 log = get_logger(__name__)
 ALL_AUTO = tuple(f"{dotted(path)}=auto" for path in (*PLACEHOLDERS, DATA))

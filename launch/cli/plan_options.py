@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from launch.cli.options import AsJson, Options, Overrides, PricePerAcceleratorHour, check_one_format, checked_price
-from launch.trainer.run_config import load_run_config
+from launch.trainer.start.run_config import load_run_config
 from megalite.config import Config
-from megalite.planner.reliability.failure_rates import DEFAULT_RATE
+from megalite.planner.failure_rates import DEFAULT_RATE
 
 DEFAULT_DAYS = 30.0
 

@@ -18,9 +18,7 @@ from launch.output import print_csv, print_json
 from launch.planning.prediction_by_size import SizedRun, counts_by, predicted_runs, steps_not_counted
 from launch.planning.tables.reliability import ReliabilityAnswer
 from megalite.config import Config, ConfigError
-from megalite.planner.cost.shapes import parameters as parameters_of
-from megalite.planner.outlook import reliability_of
-from megalite.planner.reliability.checkpoints import (
+from megalite.planner.cost.checkpoints import (
     BYTES_PER_PARAMETER,
     PER_GPU,
     PER_NODE,
@@ -28,9 +26,11 @@ from megalite.planner.reliability.checkpoints import (
     Storage,
     megalite_bytes_per_parameter,
 )
-from megalite.planner.reliability.failure_rates import DEFAULT_RATE, LLAMA_3, Components, nodes_of
+from megalite.planner.cost.shapes import parameters as parameters_of
+from megalite.planner.failure_rates import DEFAULT_RATE, LLAMA_3, Components, nodes_of
+from megalite.planner.outlook import reliability_of
 from megalite.planner.reliability.goodput_model import Reliability, at_scale
-from megalite.planner.units import plain
+from megalite.units import plain
 
 OBSERVED = "--rate-per-1000-node-days"
 FROM_HOURS = "of checkpoint.mean_hours_between_failures"

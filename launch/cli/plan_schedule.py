@@ -13,8 +13,8 @@ from launch.errors import LaunchError
 from launch.output import Table, print_csv, print_json
 from launch.runtime.printing import say
 from megalite.config import ConfigError
-from megalite.planner.schedules.simulation import PipelineTimes, Timeline, bubble_closed_form, simulate_schedule
-from megalite.planner.schedules.tables import Schedule, chunks_needed, splits_backward
+from megalite.schedules.simulation import PipelineTimes, Timeline, bubble_closed_form, simulate_schedule
+from megalite.schedules.tables import Schedule, chunks_needed, splits_backward
 
 WIDTH = 100
 MOST_TASKS = 2_000_000  # take a few seconds
@@ -143,7 +143,7 @@ def _facts(timeline: Timeline) -> dict[str, Any]:
 
 
 def _show(timelines: list[Timeline]) -> None:
-    from megalite.planner.schedules.drawing import draw, legend
+    from megalite.schedules.drawing import draw, legend
 
     rows = []
     for timeline in timelines:

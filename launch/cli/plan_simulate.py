@@ -15,8 +15,8 @@ from launch.output import print_csv, print_json, progress_bar
 from launch.planning.prediction_by_size import PlannedRun, planned_run
 from launch.planning.tables.simulation import Simulated
 from megalite.config import Config, ConfigError
-from megalite.planner.reliability.checkpoints import Save, planned_interval_s
-from megalite.planner.reliability.failure_rates import DEFAULT_RATE, PUBLISHED_BAND, nodes_of
+from megalite.planner.cost.checkpoints import Save, planned_interval_s
+from megalite.planner.failure_rates import DEFAULT_RATE, PUBLISHED_BAND, nodes_of
 from megalite.planner.reliability.run_simulation import DAY_S, SimulatedJob, simulate, summarise
 
 LONG = 200_000  # failures, which take about 2 seconds to simulate: from here on progress is shown

@@ -16,7 +16,7 @@ from launch.cli.prepare_words import print_conversations, print_summary, words_o
 from launch.errors import INTERRUPTED_CODE, LaunchError
 from launch.output import FIRST_WORD_S, print_json, spinner
 from launch.runtime.logs import get_logger
-from megalite.planner.units import plural
+from megalite.units import plural
 
 log = get_logger(__name__)
 
@@ -125,7 +125,7 @@ def prepare(
             from data_pipeline.prepare.output import output_prefix
             from data_pipeline.prepare.plan import PrepareOptions, plan_job, training_text
             from data_pipeline.prepare.prepare import prepare as prepare_data
-            from data_pipeline.tokenizer import TrainedTokenizer, trained_tokenizer
+            from data_pipeline.tokenizers.training import TrainedTokenizer, trained_tokenizer
 
             prefix = output_prefix(output)
             options = PrepareOptions(

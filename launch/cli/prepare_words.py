@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from launch.output import console
 from launch.runtime.logs import get_logger
 from launch.runtime.printing import say, visible
-from megalite.planner.units import about, plural
+from megalite.units import about, plural
 
 if TYPE_CHECKING:
     from data_pipeline.chat.shown import ShownConversation

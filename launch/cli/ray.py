@@ -17,9 +17,9 @@ from launch.errors import LaunchError
 from launch.runtime.logs import get_logger
 from launch.runtime.modules import RAY_DRIVER, python_command
 from launch.runtime.printing import say
-from launch.trainer.start_flags import StartFlags
+from launch.trainer.start.flags import StartFlags
 from megalite.config import Config, wanted_world_size
-from megalite.planner.units import plural
+from megalite.units import plural
 
 log = get_logger(__name__)
 
@@ -60,12 +60,12 @@ def ray(
     """
     from launch.backends.ray import RaySupervisor
     from launch.backends.ray_cluster import check_address
-    from launch.planning.auto_layout import layout_or_likely, sizes_in_words
+    from launch.prediction.auto_layout import layout_or_likely, sizes_in_words
     from launch.runtime.devices import gpu_count
     from launch.supervision.supervisor import Policy
+    from launch.trainer.data.remote_data import awaited_copies
     from launch.trainer.local_run import finish_if_complete
-    from launch.trainer.remote_data import awaited_copies
-    from launch.trainer.start_checks import find_position
+    from launch.trainer.start.checks import find_position
     from megalite.planner.search import Ranks
 
     config = load_checked_config(config_path, overrides)

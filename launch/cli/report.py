@@ -8,13 +8,13 @@ from typing import Annotated
 
 import typer
 
-from data_pipeline.files import decimal_size
+from data_pipeline.storage.files import decimal_size
 from launch.errors import LaunchError
 from launch.output import check_writable, spinner
 from launch.runtime.logs import get_logger
 from launch.runtime.printing import say
 from megalite.checkpoint.small_files import check_small_file
-from megalite.planner.units import plural
+from megalite.units import plural
 
 log = get_logger(__name__)
 
@@ -51,8 +51,8 @@ def report(
     from launch.inspection.listing import list_runs
     from launch.inspection.page.index_page import INDEX, write_index_page
     from launch.inspection.page.run_page import FILE, write_run_page
-    from launch.inspection.page.skeleton import check_page_path
     from launch.inspection.timelines import check_kept
+    from launch.pages.skeleton import check_page_path
 
     runs = list_runs(run_dir, DEPTH) if run_dir.is_dir() and not is_run(run_dir) else []
     if not runs:

@@ -104,7 +104,7 @@ def _series(
     from launch.experiments.scaling_points import parse_ranks, scaling_points
     from launch.experiments.series import RunSeries, length_free
     from launch.runtime.devices import cpu_count, gpu_count
-    from launch.trainer.run_config import load_run_config
+    from launch.trainer.start.run_config import load_run_config
 
     base = load_run_config(config_path, overrides)
     numbers = parse_ranks(ranks)

@@ -11,14 +11,14 @@ import typer
 from launch.output import Table, print_json, progress_bar
 from launch.runtime.logs import get_logger
 from launch.runtime.printing import say
-from megalite.planner.units import count, plural, seconds
 from megalite.resilience.signals import exit_code_for
+from megalite.units import count, plural, seconds
 
 if TYPE_CHECKING:
     from launch.experiments.measurement import RunMeasurement
     from launch.experiments.running import SeriesResults
     from launch.experiments.series import RunSeries, SeriesRun
-    from launch.trainer.start_checks import CheckedRun
+    from launch.trainer.start.checks import CheckedRun
 
 log = get_logger(__name__)
 NONE_WORKED_CODE = 1

@@ -17,10 +17,10 @@ from launch.backends.submission import Delivery, fit_layout, load_checked_config
 from launch.cli.options import AllowChange, ConfigPath, Force, OutputFile, Overrides, OverwriteFile, SharedRunDir
 from launch.errors import LaunchError
 from launch.runtime.logs import get_logger
-from launch.trainer.run_folder import check_run_place, make_run_folder
-from launch.trainer.start_flags import SHARED_RUN_DIR, StartFlags
+from launch.trainer.start.flags import SHARED_RUN_DIR, StartFlags
+from launch.trainer.start.run_folder import check_run_place, make_run_folder
 from megalite.config import Config
-from megalite.config.secrets import secret_in
+from megalite.config.loading.secrets import secret_in
 from megalite.config.versions import own_version
 
 log = get_logger(__name__)
@@ -94,7 +94,7 @@ def slurm(
 
     Example: `megalite slurm configs/quickstart.yaml -N 4 --gpus-per-node 8 --time 24:00:00 --submit`
     """
-    from launch.planning.auto_layout import sizes_in_words
+    from launch.prediction.auto_layout import sizes_in_words
     from launch.runtime.local_ranks import rank_environment
 
     flags = StartFlags(force, allow_change, shared_run_dir)
@@ -193,9 +193,9 @@ def _check_start(config: Config, flags: StartFlags, *, may_download: bool) -> li
 
     Returns a notice where this host lacks the data, which may be on storage that only the job's hosts have.
     """
-    from data_pipeline.files import with_ending
-    from launch.trainer.remote_data import awaited_copies
-    from launch.trainer.start_checks import position_without_lock
+    from data_pipeline.storage.files import with_ending
+    from launch.trainer.data.remote_data import awaited_copies
+    from launch.trainer.start.checks import position_without_lock
 
     local = [path for path in config.data.all_prefixes if path not in config.data.urls]
     files = (with_ending(Path(path).absolute(), ".bin") for path in local)

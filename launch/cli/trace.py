@@ -7,13 +7,13 @@ from typing import Annotated
 
 import typer
 
-from data_pipeline.files import decimal_size
+from data_pipeline.storage.files import decimal_size
 from launch.cli.options import AsJson
 from launch.errors import LaunchError
 from launch.output import print_json, spinner
 from launch.runtime.logs import get_logger
 from launch.runtime.printing import say
-from megalite.planner.units import plural
+from megalite.units import plural
 
 log = get_logger(__name__)
 

@@ -14,16 +14,16 @@ from launch.cluster.doctor.preflight import PreflightReport
 from launch.cluster.placement import place_hosts
 from launch.cluster.switch_topology import Topology
 from launch.errors import LaunchError
-from launch.planning.auto_layout import hosts_cluster, layout_or_likely, most_ranks, why_fewer
-from launch.planning.memory_check import forecast_memory, refuse_what_cannot_fit
-from launch.planning.this_machine import UNMEASURED, cpu_memory
+from launch.prediction.auto_layout import hosts_cluster, layout_or_likely, most_ranks, why_fewer
+from launch.prediction.memory_check import forecast_memory, refuse_what_cannot_fit
+from launch.prediction.this_machine import UNMEASURED, cpu_memory
 from launch.runtime.devices import Device
 from launch.runtime.hostfile import Host
 from megalite.config import Config, ConfigError, ResolvedLayout, resolve_layout
 from megalite.planner.cost.memory import CUDA
 from megalite.planner.hardware import Cluster
 from megalite.planner.search import Ranks
-from megalite.planner.units import plural
+from megalite.units import plural
 
 
 class NotEnoughHosts(LaunchError):

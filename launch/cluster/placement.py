@@ -20,8 +20,8 @@ from megalite.planner.cost.shapes import stages_of
 from megalite.planner.cost.volumes import Traffic, traffic, volumes
 from megalite.planner.placement.cost import Costs, Node, Picks
 from megalite.planner.placement.search import first_fit, search
-from megalite.planner.units import plural
 from megalite.planner.workload import TrainingWorkload
+from megalite.units import plural
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ from launch.cluster.host_selection import (
 from launch.cluster.ssh.connection import HostConnection, HostError, connect_all, in_parallel
 from launch.cluster.switch_topology import Topology
 from launch.errors import FAILED_CODE, LaunchError
-from launch.planning.auto_layout import choose_on, hosts_cluster, most_ranks
+from launch.prediction.auto_layout import choose_on, hosts_cluster, most_ranks
 from launch.runtime.devices import Device
 from launch.runtime.forwarded_environment import environment_notices, forwarded_environment, user_environment_files
 from launch.runtime.hostfile import Host
@@ -58,12 +58,12 @@ from launch.runtime.run_lock import is_locked, lock_holder
 from launch.supervision.liveness import HeartbeatMonitor
 from launch.supervision.run_outcome import RunFolder
 from launch.supervision.supervisor import AttemptEnd, Policy, Supervisor, sleep
-from launch.trainer.run_folder import make_run_folder
-from launch.trainer.start_flags import NO_FLAGS, StartFlags
+from launch.trainer.start.flags import NO_FLAGS, StartFlags
+from launch.trainer.start.run_folder import make_run_folder
 from megalite.checkpoint.small_files import make_folder
 from megalite.config import Config, ConfigError
-from megalite.config.known_bad import check_known_bad, installed_versions
-from megalite.engine.meeting_place import SECRET, new_secret
+from megalite.config.rules.known_bad import check_known_bad, installed_versions
+from megalite.distributed.store_address import SECRET, new_secret
 from megalite.planner.search import Ranks, first_legal
 from megalite.resilience.signals import exit_code_for
 

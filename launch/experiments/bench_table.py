@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from launch.experiments.comparison import LEAST_ROUNDS, PointResult, RoundSpread
 from launch.output import Table
 from megalite.monitor.steps.parts import PARTS
-from megalite.planner.units import count, gib, percent, plural, seconds
+from megalite.units import count, gib, percent, plural, seconds
 
 UNKNOWN = "-"
 SMALLEST_PART = 0.03  # share of a step from which the table names a part

@@ -15,7 +15,7 @@ from typing import Any
 from launch.experiments.comparison import mean_parts
 from launch.experiments.measurement import RunMeasurement
 from megalite.monitor.steps.parts import PARTS
-from megalite.planner.units import plural
+from megalite.units import plural
 
 PART_NAMES = {**PARTS, "loss": "computing the loss"}  # where `loss` alone would be taken for that of efficiency
 WORTH_TELLING = 0.005  # of the whole: half a point of efficiency

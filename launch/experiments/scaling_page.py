@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from xml.etree.ElementTree import Element
 
 from launch.experiments.efficiency import PART_NAMES, WORTH_TELLING, ScaledPoint
-from launch.inspection.page.sections import PageSection, keys, number_table
-from launch.inspection.page.skeleton import render_page
-from launch.planning.report.svg import (
+from launch.pages.sections import PageSection, keys, number_table
+from launch.pages.skeleton import render_page
+from launch.pages.svg import (
     AxisScale,
     Child,
     bar,
@@ -21,7 +21,7 @@ from launch.planning.report.svg import (
     label,
     vertical_axis,
 )
-from megalite.planner.units import count, percent, plural, short
+from megalite.units import count, percent, plural, short
 
 WIDTH, HEIGHT = 470, 300
 LEFT, RIGHT, TOP, BOTTOM = 66, 450, 30, 246

@@ -14,11 +14,11 @@ from launch.experiments.efficiency import ScalingPoint
 from launch.experiments.measurement import RunMeasurement
 from launch.experiments.series import SeriesPoint
 from launch.inspection.files import check_is_run
-from launch.planning.auto_layout import choose_on
-from launch.planning.cluster import here
+from launch.prediction.auto_layout import choose_on
+from launch.prediction.cluster import here
 from megalite.config import Config
 from megalite.config.suggestions import either, multiples_near
-from megalite.planner.units import plural
+from megalite.units import plural
 
 Grow = Literal["data", "tensor", "pipeline", "auto"]
 SIZES = {  # what grows -> its option

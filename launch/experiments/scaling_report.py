@@ -12,9 +12,9 @@ from typing import Any
 
 from launch.experiments.efficiency import ScaledPoint, ScalingPoint, scaled
 from launch.experiments.scaling_page import ScalingFigures, render_scaling
-from launch.inspection.page.sections import number_table
 from launch.output import Table, write_file
-from megalite.planner.units import count, percent, plural, seconds
+from launch.pages.sections import number_table
+from megalite.units import count, percent, plural, seconds
 
 UNKNOWN = "-"
 COLUMNS = ("point", "ranks", "global batch", "step time", "tokens/s", "ideal", "efficiency", "predicted", "note")

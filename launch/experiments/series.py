@@ -19,9 +19,9 @@ from launch.errors import USER_ERRORS, LaunchError, sentences_of
 from launch.inspection.files import RunFiles
 from launch.output import check_local
 from launch.runtime.run_lock import is_locked
-from launch.trainer.run_config import load_run_config
-from launch.trainer.start_checks import CheckedRun, check_start
-from launch.trainer.start_flags import StartFlags
+from launch.trainer.start.checks import CheckedRun, check_start
+from launch.trainer.start.flags import StartFlags
+from launch.trainer.start.run_config import load_run_config
 from megalite.checkpoint.durable_files import write_durably
 from megalite.checkpoint.small_files import read_small_file
 from megalite.config import Config

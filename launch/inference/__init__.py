@@ -1,0 +1,1 @@
+"""`megalite generate` and `megalite evaluate`: a run or a folder, on one process or on ranks."""

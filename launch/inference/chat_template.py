@@ -12,7 +12,7 @@ from data_pipeline.chat.conversation import ASSISTANT, USER, Conversation, Messa
 from data_pipeline.chat.renderer import ChatPart, TemplateLimit, TemplateRefusal
 from data_pipeline.chat.template import chat_template_of
 from data_pipeline.chat.turns import TurnFinder
-from data_pipeline.tokenizer_reading import HubTokenizer
+from data_pipeline.tokenizers.reading import HubTokenizer
 from launch.errors import LaunchError
 
 

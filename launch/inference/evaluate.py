@@ -26,7 +26,7 @@ from launch.output import spinner
 from launch.runtime.printing import print_result, say
 from launch.runtime.rank_process import run_to_the_end
 from megalite.parallel.loss import head_loss
-from megalite.planner.units import plural
+from megalite.units import plural
 
 
 @dataclass(frozen=True)

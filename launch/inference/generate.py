@@ -19,10 +19,10 @@ from typing import Literal
 
 import torch
 
-from data_pipeline.files import decimal_size
-from data_pipeline.tokenizer_reading import HubTokenizer
+from data_pipeline.storage.files import decimal_size
+from data_pipeline.tokenizers.reading import HubTokenizer
+from launch.conversion.huggingface.model_folder import DTYPES
 from launch.errors import LaunchError
-from launch.huggingface.model_folder import DTYPES
 from launch.inference.chat_template import Dialogue
 from launch.inference.session import Loaded, ModelPlacement, load, rank_main, resolve
 from launch.inference.session import run as run_anywhere

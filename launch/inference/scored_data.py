@@ -15,8 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from data_pipeline.dataset import Samples
-from data_pipeline.files import with_ending
 from data_pipeline.loader import (
     BatchPlan,
     Window,
@@ -24,16 +22,18 @@ from data_pipeline.loader import (
     equally_long_batches,
     global_batch,
 )
+from data_pipeline.samples.dataset import Samples
+from data_pipeline.samples.stream import Split
 from data_pipeline.sources import Source, open_sources
 from data_pipeline.sources.document import refuse_bad_row
-from data_pipeline.stream import Split
+from data_pipeline.storage.files import with_ending
 from launch.errors import LaunchError
 from launch.inference.session import Loaded, ModelPlacement
 from launch.inference.stored_model import StoredModel
 from launch.runtime.logs import get_logger
-from launch.trainer.data import PACKINGS
-from launch.trainer.packing import packed_splits
-from launch.trainer.remote_data import copies_here, with_copies
+from launch.trainer.data.opening import PACKINGS
+from launch.trainer.data.packing import packed_splits
+from launch.trainer.data.remote_data import copies_here, with_copies
 from megalite.checkpoint.errors import CheckpointError
 from megalite.config.base import Section
 from megalite.config.data import DataConfig

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
+from launch.conversion.huggingface.model_folder import DTYPES
+from launch.conversion.huggingface.serial_model import filled_model
 from launch.errors import FAILED_CODE, USER_ERROR_CODE, USER_ERRORS, LaunchError
-from launch.huggingface.model_folder import DTYPES
-from launch.huggingface.serial_model import filled_model
 from launch.inference.stored_model import StoredModel, open_stored
 from launch.output import FIRST_WORD_S, spinner
 from launch.runtime.devices import gpu_count
@@ -30,7 +30,7 @@ from launch.runtime.rank_process import tell_once
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.config import LaunchConfig
 from megalite.config.suggestions import tensor_parallel_fits, tensor_parallel_near
-from megalite.engine.errors import RendezvousFailed
+from megalite.distributed.errors import RendezvousFailed
 from megalite.parallel.collectives import TensorParallel
 from megalite.parallel.expert_balance import expert_balances
 from megalite.parallel.layers import SerialModel
@@ -130,7 +130,10 @@ def run(
 
 def rank_main(arguments: Sequence[str], kind: Callable[..., Any], work: Callable[[Any, Loaded], None]) -> int:
     """Runs one of the ranks that `run` starts, for requests of one kind. Returns the exit code."""
-    from megalite.engine.distributed import start_distributed, stop_distributed  # DeepSpeed: only ranks need it
+    from megalite.engine.deepspeed.process_groups import (  # DeepSpeed: only ranks need it
+        start_distributed,
+        stop_distributed,
+    )
 
     signals = take_signals()
     signals.when = ""

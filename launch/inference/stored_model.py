@@ -12,13 +12,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.meta import read_meta
-from data_pipeline.tokenizer_reading import HubTokenizer
+from data_pipeline.storage.meta import read_meta
+from data_pipeline.tokenizers.reading import HubTokenizer
+from launch.conversion.huggingface.checkpoint_tokenizer import REMEDY, changed_since, find_tokenizer, given_tokenizer
+from launch.conversion.huggingface.hub_folder import ENDS_OF_TURNS, local_folder, model_of
+from launch.conversion.huggingface.model_folder import ModelFolder, open_model_folder
 from launch.errors import LaunchError
-from launch.huggingface.checkpoint_tokenizer import REMEDY, changed_since, find_tokenizer, given_tokenizer
-from launch.huggingface.hub_folder import ENDS_OF_TURNS, local_folder, model_of
-from launch.huggingface.model_folder import ModelFolder, open_model_folder
-from launch.trainer.resume import IMPORTED, check_tokenizer
+from launch.trainer.start.resume import IMPORTED, check_tokenizer
 from megalite.checkpoint.huggingface.json_files import CONFIG, refuse_adapter
 from megalite.checkpoint.huggingface.tokenizer_folder import tokenizer_files
 from megalite.checkpoint.manifest import Manifest

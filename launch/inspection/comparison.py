@@ -20,8 +20,8 @@ from launch.checkpoints.summary import sizes_text
 from launch.inspection.history import Column, RunHistory
 from megalite.checkpoint.manifest import printable
 from megalite.config import Config
-from megalite.config.hidden_secrets import without_secrets
-from megalite.planner.units import plural
+from megalite.config.loading.hidden_secrets import without_secrets
+from megalite.units import plural
 
 TOLERANCE = {"fp32": 2e-3, "fp16": 1e-2, "bf16": 1e-2}
 """Largest difference of two losses, relative to the larger one, that layouts explain, by the coarser format of both.

@@ -15,7 +15,7 @@ from launch.inspection.comparison import ComparedRun, Comparison, OptionDifferen
 from launch.output import Cell, Table, styled
 from megalite.checkpoint.manifest import printable
 from megalite.monitor.steps.parts import PARTS
-from megalite.planner.units import count, percent, plural, seconds
+from megalite.units import count, percent, plural, seconds
 
 MOST_OPTIONS = 40
 LONGEST_VALUE = 60  # characters of an option

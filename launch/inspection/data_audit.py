@@ -10,15 +10,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from data_pipeline.audit import SampleContent, content_of, readings_of
-from data_pipeline.tokenizer_reading import inspect_tokenizer, with_limits
+from data_pipeline.audit.contents import SampleContent, content_of, readings_of
+from data_pipeline.tokenizers.reading import inspect_tokenizer, with_limits
 from launch.checkpoints.listing import CHECKPOINTS
+from launch.conversion.huggingface.checkpoint_tokenizer import KEPT
 from launch.errors import LaunchError
-from launch.huggingface.checkpoint_tokenizer import KEPT
 from launch.inspection.data_plan import PositionedData, data_of
 from launch.inspection.files import CONFIG, check_is_run
-from launch.trainer.run_config import load_run_config
-from launch.trainer.run_mix import FollowedMix
+from launch.trainer.data.run_mix import FollowedMix
+from launch.trainer.start.run_config import load_run_config
 from megalite.checkpoint.huggingface.tokenizer_folder import TOKENIZER
 from megalite.monitor.sinks.jsonl import METRICS, stream_records
 

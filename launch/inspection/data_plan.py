@@ -8,19 +8,19 @@ from itertools import pairwise
 from math import floor
 from pathlib import Path
 
-from data_pipeline.audit import as_mix
-from data_pipeline.mix import MixedSamples
+from data_pipeline.audit.contents import as_mix
+from data_pipeline.samples.mix import MixedSamples
 from launch.output import Table
 from launch.runtime.logs import get_logger
-from launch.trainer.data import open_training
-from launch.trainer.remote_data import copies_here, with_copies
-from launch.trainer.run_mix import NEW_RUN, FollowedMix, check_past, mixed
-from launch.trainer.run_stages import check_past_batches
+from launch.trainer.data.opening import open_training
+from launch.trainer.data.remote_data import copies_here, with_copies
+from launch.trainer.data.run_mix import NEW_RUN, FollowedMix, check_past, mixed
+from launch.trainer.data.run_stages import check_past_batches
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.manifest import Manifest, find_latest, read_manifest, step_folders
 from megalite.config import Config
 from megalite.config.batch_stages import BatchSchedule
-from megalite.planner.units import count, epochs
+from megalite.units import count, epochs
 
 log = get_logger(__name__)
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from data_pipeline.files import decimal_size
+from data_pipeline.storage.files import decimal_size
 from launch.checkpoints.report import age_text
 from launch.inspection.files import Facts, time_of
 from launch.inspection.listing import RunSummary
@@ -19,7 +19,7 @@ from launch.output import Table, styled
 from megalite.checkpoint.manifest import printable
 from megalite.monitor.goodput import without_record_in_words
 from megalite.monitor.progress import clock, goes_on_in_words
-from megalite.planner.units import count, digits, percent, plural, seconds
+from megalite.units import count, digits, percent, plural, seconds
 
 SHOWN_EVENTS = 5
 EVENT_COLUMNS = 100  # of the facts of one event

@@ -19,15 +19,15 @@ from launch.output import Table
 from launch.planning.report.waterfall_figure import REMEDIES
 from megalite.checkpoint.manifest import printable
 from megalite.config import Config
-from megalite.config.pipeline_rules import PIPELINE, problems_with_pipeline
+from megalite.config.rules.pipeline import PIPELINE, problems_with_pipeline
 from megalite.monitor.steps.message_pairs import whole_pipelines
 from megalite.monitor.steps.parts import PARTS
 from megalite.monitor.steps.predicted_parts import PartPair, beside_prediction
 from megalite.monitor.steps.timeline import Owner
 from megalite.monitor.steps.what_if import WhatIf, mean_parts, simulated_s, what_if
-from megalite.planner.schedules.tables import Schedule
 from megalite.planner.search import CHUNKS, SCHEDULE
-from megalite.planner.units import digits, percent, plural, seconds
+from megalite.schedules.tables import Schedule
+from megalite.units import digits, percent, plural, seconds
 
 WORTH = 0.01  # of a step, below which no remedy is
 SHOWN = 0.005  # of a step, below which a part is among the rest

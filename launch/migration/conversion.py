@@ -17,14 +17,14 @@ from launch.migration.quantities import derive
 from launch.migration.reading import TABLES, ForeignSetting
 from megalite.config import Config, ConfigError
 from megalite.config.deepspeed import problems_with_keys
+from megalite.config.documentation.starter import starting_value
 from megalite.config.errors import problems_of, shown
 from megalite.config.foreign_words import Kind, WordRow, normal_form, stack
-from megalite.config.hidden_secrets import without_secrets
+from megalite.config.loading.hidden_secrets import without_secrets
+from megalite.config.loading.secret_options import secrets_among
+from megalite.config.loading.secrets import names_secret
 from megalite.config.model import ModelConfig
-from megalite.config.rules import broken_rules
-from megalite.config.secret_options import secrets_among
-from megalite.config.secrets import names_secret
-from megalite.config.starter import starting_value
+from megalite.config.rules.rules import broken_rules
 from megalite.config.suggestions import OptionPath, dotted, option_paths
 from megalite.config.yaml_text import parse_yaml
 from models.families import FAMILIES

@@ -24,7 +24,7 @@ from typing import Any
 
 from launch.runtime.modules import FORK_SERVER_PRELOAD
 from launch.runtime.processes import end_with_parent
-from megalite.engine.meeting_place import FOLDER, private_folder
+from megalite.distributed.store_address import FOLDER, private_folder
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload([FORK_SERVER_PRELOAD])
@@ -145,7 +145,7 @@ def join_world(rank: int, timeout: timedelta) -> None:
     """Joins the process group; each rank uses one thread, because ranks share few cores."""
     import torch
 
-    from megalite.engine.distributed import start_distributed
+    from megalite.engine.deepspeed.process_groups import start_distributed
 
     torch.set_num_threads(1)
     start_distributed(rank, timeout=timeout)

@@ -12,7 +12,7 @@ from typing import Any, get_args
 from launch.errors import LaunchError
 from megalite.config import Config, ConfigError, resolve_layout
 from megalite.config.batch_stages import shapes_of
-from megalite.config.pipeline_rules import FEWEST_CHUNKS, problems_with_schedule
+from megalite.config.rules.pipeline import FEWEST_CHUNKS, problems_with_schedule
 from megalite.config.sections import PipelineSchedule, RecomputeMode, TrainingConfig
 from megalite.config.suggestions import nearest_name
 from megalite.planner.workload import recompute_in_short

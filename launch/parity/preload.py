@@ -13,8 +13,8 @@ import numpy.random
 import torch._dynamo  # by recomputation and by ZeRO-3, in each rank again if it were not here
 
 import launch.parity.rank
+import megalite.engine.deepspeed.preload
 import megalite.engine.parameter_state
-import megalite.engine.preload
 import models.decoder
 from megalite.config import Config
 

@@ -25,13 +25,13 @@ from launch.parity.observations import (
     whole,
 )
 from launch.parity.problem import Batch, ParityProblem, Training
-from launch.parity.reference_models import layer_outputs
+from launch.reference.models import layer_outputs
 from launch.runtime.devices import Device
 from megalite.config import Config, resolve_layout
 from megalite.config.batch_stages import shapes_of
 from megalite.engine.build import build_engine
 from megalite.engine.engine import Engine
-from megalite.engine.optimizers import moments_of
+from megalite.engine.optimizers.build import moments_of
 from megalite.engine.parameter_state import moment_names, read_parameter, reading_gradients, refresh, write_weight
 from megalite.parallel.layers import initialize_
 from megalite.parallel.shard import Shard

@@ -1,4 +1,4 @@
-"""Solves a problem on one process: a model of `reference_models.py`, trained by torch's optimizers.
+"""Solves a problem on one process: a model of launch/reference, trained by torch's optimizers.
 
 In: a `ParityProblem`. Out: `Observations` in float64 (the truth), float32, or a half precision over float32 master
 weights. Nothing of DeepSpeed and nothing parallel is involved.
@@ -24,8 +24,8 @@ from launch.parity.observations import (
     by_step,
 )
 from launch.parity.problem import FP16_SCALE_POWER, Batch, Dtype, ParityProblem, Training
-from launch.parity.reference_models import HEAD, Model, Rows, as_numpy
 from launch.parity.reference_optimizers import ReferenceOptimizer
+from launch.reference.models import HEAD, Model, Rows, as_numpy
 
 TORCH_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # relative to the spread of a router's logits: float32 has errors of 1e-6, and hardly ever larger ones than this

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from launch.parity.problem import Training
-from launch.parity.reference_models import Model, as_numpy
-from megalite.engine.optimizers import MOMENTS
+from launch.reference.models import Model, as_numpy
+from megalite.engine.optimizers.build import MOMENTS
 
 
 class ReferenceOptimizer:

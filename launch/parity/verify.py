@@ -26,11 +26,11 @@ from launch.runtime.local_ranks import rank_environment
 from megalite.config import Config, ConfigError, resolve_layout, wanted_world_size
 from megalite.config.auto import PLACEHOLDERS
 from megalite.config.batch_stages import shapes_of
-from megalite.config.float8_rules import check_float8_package
-from megalite.config.known_bad import installed_versions, matching
-from megalite.config.pipeline_rules import PIPELINE
+from megalite.config.rules.float8 import check_float8_package
+from megalite.config.rules.known_bad import installed_versions, matching
+from megalite.config.rules.pipeline import PIPELINE
 from megalite.config.suggestions import OptionPath
-from megalite.planner.units import plural
+from megalite.units import plural
 from models.families import family
 
 MOST_CPU_RANKS = 8
@@ -182,7 +182,8 @@ class References:
     """Reference answers in one number format, computed on one process, each once."""
 
     def __init__(self, plan: Plan, dtype: Dtype) -> None:
-        from launch.parity import reference, reference_models
+        from launch.parity import reference
+        from launch.reference import models as reference_models
 
         self._solve, self.device, self.dtype = reference.solve, plan.device, dtype
         is_ours = plan.reference == "self"

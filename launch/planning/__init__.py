@@ -1,0 +1,1 @@
+"""`megalite plan`: tables and pages about layouts, reliability and cost."""

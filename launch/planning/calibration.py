@@ -17,15 +17,15 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from launch.errors import LaunchError
-from launch.planning.prediction import WARM_UP_STEPS
+from launch.prediction.prediction import WARM_UP_STEPS
 from megalite.config import ConfigError, load_saved_config
 from megalite.config.base import PositiveInt
 from megalite.config.layout import unchecked_layout
 from megalite.monitor.sinks.jsonl import METRICS, stream_records
 from megalite.planner.cost.step_time import step_time
 from megalite.planner.hardware import Accelerator, Cluster, Link
-from megalite.planner.units import plural
 from megalite.planner.workload import TrainingWorkload
+from megalite.units import plural
 
 LEAST_STEPS = 5  # after warm-up
 LOWEST, HIGHEST = 1e-3, 10.0  # a CPU may exceed its own measurement

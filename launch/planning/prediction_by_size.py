@@ -11,20 +11,20 @@ from dataclasses import dataclass, replace
 
 from launch.errors import LaunchError
 from launch.output import progress_lines
-from launch.planning.cluster import nodes_of
+from launch.prediction.cluster import nodes_of
 from megalite.config import Config, resolve_layout
 from megalite.config.suggestions import multiples_near
+from megalite.planner.cost.checkpoints import Save
 from megalite.planner.cost.shapes import parameters
 from megalite.planner.cost.step_time import StepTime, step_time
 from megalite.planner.explanation import why_nothing_fits
+from megalite.planner.failure_rates import HOURS_PER_DAY
 from megalite.planner.outlook import reliability_of, stated_interval_s
-from megalite.planner.reliability.checkpoints import Save
-from megalite.planner.reliability.failure_rates import HOURS_PER_DAY
 from megalite.planner.reliability.goodput_model import JobScale, Reliability, at_scale
 from megalite.planner.run_length import RunLength, run_length
 from megalite.planner.search import search
-from megalite.planner.units import duration
 from megalite.planner.workload import TrainingWorkload
+from megalite.units import duration
 
 HARDLY_EVER = 1e-9  # failures per 1,000 node-days, for a rate of 0, which has no mean time between failures
 TRIED, MOST_COUNTED = 5, 100_000  # numbers of GPUs, and the largest

@@ -14,10 +14,10 @@ from launch.runtime.logs import get_logger
 from launch.runtime.modules import RANK, python_command
 from launch.runtime.processes import ProcessTree, StopRequest, StopSignals, wait_for
 from megalite.config import LaunchConfig
-from megalite.engine.meeting_place import FOLDER, private_folder
+from megalite.distributed.store_address import FOLDER, private_folder
 from megalite.parallel.mesh import Mesh
-from megalite.planner.units import plural
 from megalite.resilience.signals import PREEMPTED_CODE, exit_code_for
+from megalite.units import plural
 
 log = get_logger(__name__)
 

@@ -2,7 +2,7 @@
 
 A rank that is killed, runs out of memory or lacks a package cannot tell anybody, and not every launcher of several
 hosts notices. Its witness sees that the pipe between them is closed, and leaves the failure where the ranks meet
-(megalite/engine/start_failures.py). It imports torch only then, and nothing of ours before that a rank may lack.
+(megalite/distributed/start_failures.py). It imports torch only then, and nothing of ours before that a rank may lack.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from launch.runtime.modules import START_WITNESS, python_command
-from megalite.engine.meeting_place import ATTEMPT, FOLDER, is_loopback_address
+from megalite.distributed.store_address import ATTEMPT, FOLDER, is_loopback_address
 
 # by these a supervisor knows a rank (launch/cluster/ssh/agent.py), which a witness is not
 NUMBERS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
@@ -141,7 +141,7 @@ def _tell(failure: dict[str, Any]) -> None:
         this_rank()
     except Exception:  # a package is missing; most launchers have set what torch reads
         pass
-    from megalite.engine.start_failures import StartFailure, note_failure
+    from megalite.distributed.start_failures import StartFailure, note_failure
 
     if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         rank, host = failure["of"] or (int(os.environ["RANK"]), socket.gethostname())

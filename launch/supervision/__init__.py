@@ -1,0 +1,1 @@
+"""`megalite supervise`: restarts, liveness, the reaper of what a run leaves behind."""

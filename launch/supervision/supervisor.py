@@ -39,7 +39,7 @@ from launch.runtime.processes import ProcessTree, StopRequest, StopSignals, wait
 from launch.runtime.rank_environment import ATTEMPT
 from launch.supervision.liveness import HeartbeatMonitor
 from launch.supervision.run_outcome import RunFolder, run_exit_code
-from launch.trainer.run_config import load_run_config
+from launch.trainer.start.run_config import load_run_config
 from megalite.checkpoint.small_files import read_end
 from megalite.config import Config
 from megalite.monitor.line_files import append_line

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from megalite.config import Config
-from megalite.planner.units import plural
+from megalite.units import plural
 
 if TYPE_CHECKING:
     import torch

@@ -20,9 +20,9 @@ from typing import IO, TYPE_CHECKING, Any
 
 from launch.runtime.modules import EXPORT_PROCESS, python_command
 from launch.runtime.rank_environment import VARIABLES
-from launch.trainer.resume import RunSetup, checkpoints_of, exports_of
-from launch.trainer.run_folder import layout_facts
 from launch.trainer.run_tokenizer import tokenizer_in_manifests
+from launch.trainer.start.resume import RunSetup, checkpoints_of, exports_of
+from launch.trainer.start.run_folder import layout_facts
 from megalite.checkpoint.durable_files import remove
 from megalite.checkpoint.manifest import Manifest, step_folder
 from megalite.config import Config

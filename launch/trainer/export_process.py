@@ -45,7 +45,7 @@ def main(parent: str, checkpoint: str, hf_dir: str, dtype: str, validate: str) -
     signal.signal(signal.SIGTERM, _leave)
     end_with_parent(int(parent))
     os.nice(NICENESS)
-    from launch.huggingface.exporting import export_hugging_face
+    from launch.conversion.huggingface.exporting import export_hugging_face
 
     try:
         summary = export_hugging_face(

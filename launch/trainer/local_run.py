@@ -14,16 +14,14 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from launch.errors import INTERRUPTED_CODE, PREEMPTED_CODE, USER_ERROR_CODE, USER_ERRORS, LaunchError
-from launch.planning.prediction import Prediction
-from launch.planning.this_machine import UNMEASURED, Machine, cpu_name, describe_machine
+from launch.prediction.prediction import Prediction
+from launch.prediction.this_machine import UNMEASURED, Machine, cpu_name, describe_machine
 from launch.runtime.devices import gpu_names
 from launch.runtime.local_ranks import start_local_ranks
 from launch.runtime.logs import get_logger
 from launch.runtime.printing import print_result, say
 from launch.runtime.rank_environment import ATTEMPT
 from launch.trainer.checkpoint_hooks import open_mirror, wait_for_mirror
-from launch.trainer.resume import checkpoints_of, exports_of
-from launch.trainer.run_folder import lock_run_folder
 from launch.trainer.run_summary import (
     prediction_facts,
     prediction_lines,
@@ -34,8 +32,10 @@ from launch.trainer.run_summary import (
     warning_of_room,
     warning_of_warmup,
 )
-from launch.trainer.start_checks import CheckedRun, RunPosition, check_start
-from launch.trainer.start_flags import NO_FLAGS, StartFlags
+from launch.trainer.start.checks import CheckedRun, RunPosition, check_start
+from launch.trainer.start.flags import NO_FLAGS, StartFlags
+from launch.trainer.start.resume import checkpoints_of, exports_of
+from launch.trainer.start.run_folder import lock_run_folder
 from megalite.checkpoint.durable_files import verify_digest
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.manifest import find_latest, read_manifest
@@ -44,8 +44,8 @@ from megalite.config import Config
 from megalite.monitor.events import EVENTS, EventLog
 from megalite.monitor.progress import goes_on_in_words
 from megalite.parallel.mesh import Mesh
-from megalite.planner.units import plural
 from megalite.resilience.signals import START_UP, STOP_SIGNALS, exit_code_for
+from megalite.units import plural
 
 log = get_logger(__name__)
 SAID_HOW = (USER_ERROR_CODE, PREEMPTED_CODE, INTERRUPTED_CODE)  # exit codes of runs that have said how to go on
@@ -118,7 +118,7 @@ def _export_if_missing(config: Config, checkpoint: Path) -> None:
     folder = exports_of(config) / checkpoint.name
     if folder.exists():
         return
-    from launch.huggingface.exporting import export_hugging_face
+    from launch.conversion.huggingface.exporting import export_hugging_face
 
     log.info(f"exporting it to {folder}")
     with lock_run_folder(config, shared=True):  # checked by `find_position`
@@ -154,14 +154,14 @@ def print_dry_run(config: Config, flags: StartFlags = NO_FLAGS, *, full: bool = 
     prediction = _predict(run)
     predicted = prediction_facts(facts, prediction, run.memory)
     if as_json:
-        from launch.trainer.layout_table import layout_rows  # with torch
+        from launch.trainer.start.layout_table import layout_rows  # with torch
 
         known = {"device": run.device, "config": run.config.model_dump(mode="json"), "layout": asdict(layout)}
         rows = [asdict(row) for row in layout_rows(run.config, layout)]
         print_result(json.dumps({**known, "summary": facts, "predicted": predicted, "ranks": rows}, indent=2))
         return
     if full:
-        from launch.trainer.layout_table import layout_rows, layout_table
+        from launch.trainer.start.layout_table import layout_rows, layout_table
 
         print_result(run.config.to_yaml())
         layout_table(layout_rows(run.config, layout), layout).print()

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from launch.planning.prediction import Prediction, SessionMeasurement, comparison
-from launch.planning.this_machine import (
+from launch.prediction.prediction import Prediction, SessionMeasurement, comparison
+from launch.prediction.this_machine import (
     Machine,
     MeasurementLimits,
     contradict,
@@ -107,7 +107,7 @@ class PredictionTracker(Observer):
         self.lookup = lookup
         self._is_pending = False  # the machine is still being measured and the run has begun
         if device == "cpu":
-            import megalite.engine.preload  # noqa: F401 - so that what building an engine imports is counted
+            import megalite.engine.deepspeed.preload  # noqa: F401 - so that what building an engine imports is counted
 
             if layout.zero_stage == 3 or any(mode != "none" for mode in recompute_of_blocks(config, layout)):
                 import torch._dynamo  # noqa: F401 - by the first step
@@ -229,8 +229,8 @@ def look_up_machine(rank: Rank, *, on_cpu: bool) -> MachineLookup:
 
 def memory_of_ranks(engine: Engine, own: RankMemory | None) -> list[RankMemory | None]:
     """Gathers `PredictionTracker.memory` of all ranks; collective, at the end of a session that all ranks reach."""
-    from megalite.engine.activity import Operation
-    from megalite.engine.agreement import from_all_ranks
+    from megalite.distributed.agreement import from_all_ranks
+    from megalite.tracing.activity import Operation
 
     engine.activity.record_op(Operation.MEET, peers=engine.activity.peers.everyone)
     return from_all_ranks(own, RankMemory | None)

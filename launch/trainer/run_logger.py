@@ -8,19 +8,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Self
 
-from data_pipeline.mix import MixedSamples
+from data_pipeline.samples.mix import MixedSamples
 from launch.runtime.logs import get_logger
+from launch.trainer.data.source_progress import SourceProgress
 from launch.trainer.prediction_tracker import PredictionTracker, RankMemory, ranks_of_a_host
-from launch.trainer.resume import RunSetup
-from launch.trainer.run_folder import write_receipt, write_settings
 from launch.trainer.run_page_process import RunPageProcess
 from launch.trainer.run_summary import total_in_words, warning_of_long_step
 from launch.trainer.run_tokenizer import keep_tokenizer
-from launch.trainer.source_progress import SourceProgress
+from launch.trainer.start.resume import RunSetup
+from launch.trainer.start.run_folder import write_receipt, write_settings
 from megalite.checkpoint.fence import EVERY_S, fence
 from megalite.monitor.events import EVENTS, EventLog, read_events
 from megalite.monitor.observer import Nonfatal, Observer
-from megalite.planner.units import plural
+from megalite.units import plural
 
 if TYPE_CHECKING:
     from megalite.checkpoint.saver import Saved
@@ -53,7 +53,7 @@ class RunLogger(Observer):
         self._host_metrics = open_host_metrics(self._config, self._nonfatal, log.info)
         if not self._is_rank_zero:
             return self
-        from megalite.engine.deepspeed_config import deepspeed_config
+        from megalite.engine.deepspeed.config import deepspeed_config
         from megalite.monitor.goodput import Goodput, without_record_in_words
         from megalite.monitor.sinks import open_sinks
 

@@ -9,22 +9,22 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from data_pipeline.mix import MixedSamples
-from launch.planning.batch_words import stage_facts, stage_in_words
-from launch.planning.memory_check import MemoryForecast
-from launch.planning.prediction import Prediction
+from data_pipeline.samples.mix import MixedSamples
+from launch.prediction.batch_words import stage_facts, stage_in_words
+from launch.prediction.memory_check import MemoryForecast
+from launch.prediction.prediction import Prediction
 from launch.runtime.logs import get_logger
 from launch.runtime.printing import say
-from launch.trainer.config_changes import OptionChange
-from launch.trainer.data import RunData
-from launch.trainer.resume import RunSetup, Start
-from launch.trainer.run_folder import layout_facts
+from launch.trainer.data.opening import RunData
+from launch.trainer.start.config_changes import OptionChange
+from launch.trainer.start.resume import RunSetup, Start
+from launch.trainer.start.run_folder import layout_facts
 from megalite.checkpoint.durable_files import room_at
 from megalite.config import Config, ResolvedLayout
 from megalite.planner.cost.adapters import adapter_numbers
+from megalite.planner.cost.checkpoints import megalite_bytes_per_parameter
 from megalite.planner.cost.shapes import StageShape, parameters, stage_shapes, stages_of
-from megalite.planner.reliability.checkpoints import megalite_bytes_per_parameter
-from megalite.planner.units import about, count, duration, epochs, gib, of_stages, plural, seconds
+from megalite.units import about, count, duration, epochs, gib, of_stages, plural, seconds
 
 log = get_logger(__name__)
 Facts = dict[str, Any]

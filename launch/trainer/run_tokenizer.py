@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from launch.huggingface.checkpoint_tokenizer import KEPT, RECORDED, has_sha256, tokenizer_sha256
-from launch.trainer.data import RunData
+from launch.conversion.huggingface.checkpoint_tokenizer import KEPT, RECORDED, has_sha256, tokenizer_sha256
+from launch.trainer.data.opening import RunData
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.huggingface.json_files import CONFIG, read_json
 from megalite.checkpoint.huggingface.tokenizer_folder import (

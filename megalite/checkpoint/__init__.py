@@ -1,0 +1,1 @@
+"""Layout-free files of a run's state and the protocol that commits them."""

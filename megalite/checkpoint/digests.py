@@ -13,7 +13,7 @@ from pydantic import Field
 from megalite.checkpoint.durable_files import verify_digest
 from megalite.checkpoint.errors import CheckpointError, StorageError
 from megalite.checkpoint.manifest import STEP, read_manifest, step_folders, step_of
-from megalite.engine.agreement import from_all_ranks, from_rank_0
+from megalite.distributed.agreement import from_all_ranks, from_rank_0
 
 StepName = Annotated[str, Field(pattern=f"^{STEP.pattern}$")]  # of a folder in `root`, never of one elsewhere
 WAITS_S = (1.0, 3.0, 0.0)  # after a read that failed

@@ -27,8 +27,8 @@ from megalite.checkpoint.engine_state import OwnState, own_blocks, own_size
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.manifest import FileEntry, Manifest, step_folder
 from megalite.checkpoint.writer import Block, check_room, commit, discard, now, start, temporary_folder, write_blocks
-from megalite.engine.agreement import from_all_ranks
-from megalite.engine.deepspeed_internals import loss_scaler_state
+from megalite.distributed.agreement import from_all_ranks
+from megalite.engine.deepspeed.internals import loss_scaler_state
 from megalite.engine.engine import Engine
 from megalite.engine.parameter_state import moment_names, optimizer_step_count
 

@@ -8,7 +8,7 @@ several options belong in rules.py.
 from megalite.config.config import Config
 from megalite.config.errors import ConfigError
 from megalite.config.layout import ResolvedLayout, resolve_layout, wanted_world_size
-from megalite.config.load import load_config, load_saved_config
+from megalite.config.loading.load import load_config, load_saved_config
 from megalite.config.model import ModelConfig
 from megalite.config.sections import LaunchConfig
 

@@ -8,8 +8,8 @@ from typing import Literal
 from megalite.config.auto import PLACEHOLDERS
 from megalite.config.config import Config
 from megalite.config.errors import ConfigError
-from megalite.config.pipeline_rules import FEWEST_CHUNKS
-from megalite.config.rules import check_rules
+from megalite.config.rules.pipeline import FEWEST_CHUNKS
+from megalite.config.rules.rules import check_rules
 from megalite.config.sections import OffloadConfig, ParallelConfig, PipelineSchedule
 from megalite.config.suggestions import dotted
 
@@ -122,7 +122,7 @@ def _data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:
 
 
 def reduces_beside_backward(config: Config) -> bool:
-    """Returns whether megalite/engine/gradient_reduction.py reduces the gradients of a run, and not DeepSpeed.
+    """Returns whether engine/reduction/gradient_reduction.py reduces the gradients of a run, and not DeepSpeed.
 
     ZeRO-2 and ZeRO-3 reduce those of every micro-batch as backward makes them. An offloaded optimizer takes gradients
     from buffers that DeepSpeed fills while it reduces.

@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 
 from megalite.config import Config, ResolvedLayout
-from megalite.config.float8_rules import check_float8_package
-from megalite.engine.activity import Activity
-from megalite.engine.distributed import share_timeout
+from megalite.config.rules.float8 import check_float8_package
+from megalite.engine.deepspeed.process_groups import share_timeout
 from megalite.engine.engine import Engine, PlainEngine
-from megalite.engine.pipelined import PipelinedEngine
+from megalite.engine.pipeline.pipelined import PipelinedEngine
 from megalite.parallel.float8 import check_float8_device
 from megalite.parallel.layers import LayerSpec
 from megalite.parallel.mesh import Mesh
+from megalite.tracing.activity import Activity
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megalite.config import Config, ConfigError
-from megalite.config.performance_rules import why_not_compiled
+from megalite.config.rules.performance import why_not_compiled
 from megalite.config.user_folders import cache_folder
 from megalite.parallel import linear
 from megalite.parallel.collectives import TensorParallel

@@ -24,12 +24,11 @@ from torch import Tensor
 from megalite.config import Config, ConfigError, ResolvedLayout
 from megalite.config.batch_stages import BatchShape, shapes_of
 from megalite.config.layout import reduces_beside_backward
-from megalite.engine.activity import Activity, Operation, Phase
 from megalite.engine.batch_transfer import BatchTransfer, DeviceBatch, MicroBatch
 from megalite.engine.compilation import compile_blocks
-from megalite.engine.cpu_adam import BUILD_LIMIT, why_no_cpu_adam
-from megalite.engine.deepspeed_config import deepspeed_config
-from megalite.engine.deepspeed_internals import (
+from megalite.engine.deepspeed.backward import backward
+from megalite.engine.deepspeed.config import deepspeed_config
+from megalite.engine.deepspeed.internals import (
     clear_gradient_partitions,
     flat_groups,
     quiet_stdout,
@@ -37,22 +36,23 @@ from megalite.engine.deepspeed_internals import (
     share_fp32_weights,
     stay_at_smallest_loss_scale,
 )
-from megalite.engine.distributed import Grid, group_timeout, tensor_parallel_of
-from megalite.engine.expert_bias import ExpertBias
-from megalite.engine.expert_counts import ExpertCounts
-from megalite.engine.gradient_reduction import GradientReducer
-from megalite.engine.handover import backward
-from megalite.engine.muon import Muon
-from megalite.engine.optimizers import build_optimizer
-from megalite.engine.partitioned_step import PartitionedStep, partition_reductions
-from megalite.engine.source_losses import SourceLosses
+from megalite.engine.deepspeed.process_groups import Grid, group_timeout, tensor_parallel_of
+from megalite.engine.optimizers.build import build_optimizer
+from megalite.engine.optimizers.cpu_adam import BUILD_LIMIT, why_no_cpu_adam
+from megalite.engine.optimizers.muon import Muon
+from megalite.engine.reduction.gradient_reduction import GradientReducer
+from megalite.engine.reduction.partitioned_step import PartitionedStep, partition_reductions
 from megalite.engine.stages import Chunk, Labels, TiedWeight
+from megalite.engine.statistics.expert_bias import ExpertBias
+from megalite.engine.statistics.expert_counts import ExpertCounts
+from megalite.engine.statistics.source_losses import SourceLosses
 from megalite.engine.step_gate import GatedStep, StepGate
 from megalite.engine.step_result import Readback, StepResult
 from megalite.parallel.expert_balance import expert_balances
 from megalite.parallel.layers import BlockInput, LayerSpec, named_shards
 from megalite.parallel.loss import IGNORED
 from megalite.parallel.mesh import Mesh
+from megalite.tracing.activity import Activity, Operation, Phase
 
 log = logging.getLogger(__name__)
 

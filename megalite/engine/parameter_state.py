@@ -22,8 +22,7 @@ from deepspeed.utils import (
 )
 from torch import Tensor, nn
 
-from megalite.engine.adamw import CompactAdamW
-from megalite.engine.deepspeed_internals import (
+from megalite.engine.deepspeed.internals import (
     flat_partitions,
     is_partitioned,
     is_swapped,
@@ -33,7 +32,8 @@ from megalite.engine.deepspeed_internals import (
     unreplicated_partition,
 )
 from megalite.engine.engine import Engine
-from megalite.engine.optimizers import MOMENTS
+from megalite.engine.optimizers.adamw import CompactAdamW
+from megalite.engine.optimizers.build import MOMENTS
 
 
 def moment_names(engine: Engine) -> tuple[str, ...]:

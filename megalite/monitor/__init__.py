@@ -1,0 +1,1 @@
+"""Records of a run: metrics, events, goodput, memory, and the observers that make them."""

@@ -27,7 +27,7 @@ from megalite.monitor.line_files import LONGEST_LINE_BYTES
 from megalite.monitor.observer import Observer
 from megalite.monitor.progress import duration
 from megalite.monitor.sinks.jsonl import METRICS, read_records, stream_records
-from megalite.planner.units import plural
+from megalite.units import plural
 
 log = logging.getLogger(__name__)
 Event = Mapping[str, Any]

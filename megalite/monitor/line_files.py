@@ -21,7 +21,7 @@ from pydantic_core import from_json
 
 from megalite.checkpoint.durable_files import sync
 from megalite.checkpoint.small_files import open_to_write
-from megalite.planner.units import plural
+from megalite.units import plural
 
 LONGEST_LINE_BYTES = 1 << 20
 BLOCK_BYTES = 1 << 18  # of one look backwards, and of the text whose objects are in memory at once

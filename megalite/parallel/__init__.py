@@ -1,0 +1,1 @@
+"""The mesh, `Shard`, tensor-parallel layers, the loss, initial weights. No DeepSpeed."""

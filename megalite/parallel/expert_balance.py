@@ -8,7 +8,7 @@ The losses (`training.router`) are sums over sequences, so they are the same how
 
 Their means over the sequences of the global batch are added to the loss, for each layer. Only their gradient exists: it
 is put into backward where the router is, so that pipeline stages pass nothing on, and the loss that is shown is the
-model's own. The bias and its update are in `megalite.engine.expert_bias`.
+model's own. The bias and its update are in `megalite.engine.statistics.expert_bias`.
 
 Choices are counted in backward, which runs once for each micro-batch: a forward may be one that is run again.
 """

@@ -7,8 +7,8 @@ from typing import Any, Protocol, TypeVar
 
 from megalite.planner.cost.memory import StageMemory
 from megalite.planner.cost.step_time import StepTime
-from megalite.planner.units import seconds
 from megalite.planner.workload import ParallelLayout, Recompute
+from megalite.units import seconds
 
 ERROR = 0.037  # of a step: the mean error on published tables (docs/planner.md), within which no order is certain
 ROOMY = 0.94  # of an accelerator's memory: predictions of memory are good to some 6 %

@@ -21,7 +21,7 @@ from megalite.planner.search import (
     smallest_that_fits,
     with_faster_schedule,
 )
-from megalite.planner.units import about, gib, seconds
+from megalite.units import about, gib, seconds
 
 OF_THE_SEQUENCE = ("activations", "working", "logits")  # parts of a stage's memory that grow with its length
 BACKGROUND, BUCKET = ("checkpoint", "background"), ("parallel", "gradient_bucket_size")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megalite.config import Config
 from megalite.config.batch_stages import largest_shape
-from megalite.planner.units import duration, plural, short
+from megalite.units import duration, plural, short
 
 HOUR_S, DAY_S = 3600.0, 86400.0
 LEAST_GOODPUT = 1e-3  # below it a run takes a thousand times its steps, and is said never to end

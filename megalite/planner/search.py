@@ -28,9 +28,9 @@ from megalite.planner.cost.memory import (
 )
 from megalite.planner.cost.step_time import StepTime, step_time
 from megalite.planner.hardware import Cluster
-from megalite.planner.schedules.tables import Schedule
-from megalite.planner.units import gib
 from megalite.planner.workload import ParallelLayout, TrainingWorkload
+from megalite.schedules.tables import Schedule
+from megalite.units import gib
 
 TENSOR, PIPELINE = ("parallel", "tensor_parallel_size"), ("parallel", "pipeline_parallel_size")
 DATA, ZERO = ("parallel", "data_parallel_size"), ("parallel", "zero_stage")

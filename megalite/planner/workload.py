@@ -10,8 +10,8 @@ from typing import Literal, Self, TypeVar
 from megalite.config import Config, ModelConfig, ResolvedLayout
 from megalite.config.batch_stages import BatchShape, largest_shape
 from megalite.config.sections import AdapterConfig, Dtype, PipelineSchedule, RecomputeMode
-from megalite.planner.schedules.tables import Schedule
-from megalite.planner.units import of_stages
+from megalite.schedules.tables import Schedule
+from megalite.units import of_stages
 
 BYTES: dict[Dtype, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 

@@ -1,0 +1,1 @@
+"""Guards, watchdog, heartbeat, requests to stop, checks of replicas."""

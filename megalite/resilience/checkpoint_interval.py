@@ -20,9 +20,9 @@ from statistics import median
 from typing import Any
 
 from megalite.monitor.goodput import ENDS
-from megalite.planner.reliability.checkpoints import LONGEST_INTERVAL_S, Save, is_for_storage, planned_interval_s
-from megalite.planner.reliability.failure_rates import DEFAULT_RATE, mtbf_hours
-from megalite.planner.units import plural, short
+from megalite.planner.cost.checkpoints import LONGEST_INTERVAL_S, Save, is_for_storage, planned_interval_s
+from megalite.planner.failure_rates import DEFAULT_RATE, mtbf_hours
+from megalite.units import plural, short
 
 FIRST_SAVE_S = 60.0  # of training
 FIRST_SAVE_SHARE = 0.1  # of the mean time between failures, where that is less
@@ -159,7 +159,7 @@ class IntervalPlanner:
 
 
 def _format_s(seconds: float) -> str:
-    """Formats seconds: `6.67 min`, `6,000 h`; unlike `megalite.planner.units.duration`, in hours also over days, as
+    """Formats seconds: `6.67 min`, `6,000 h`; unlike `megalite.units.duration`, in hours also over days, as
     mean times between failures are configured."""
     for size, unit in ((3600, "h"), (60, "min"), (1, "s")):
         if seconds >= 2 * size:

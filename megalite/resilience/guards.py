@@ -19,7 +19,7 @@ import numpy as np
 
 from megalite.config.sections import GuardsConfig, Policy
 from megalite.engine.batch_transfer import MicroBatch
-from megalite.engine.deepspeed_internals import loss_scale_can_fall, loss_scaler_state
+from megalite.engine.deepspeed.internals import loss_scale_can_fall, loss_scaler_state
 from megalite.engine.engine import Engine
 from megalite.engine.step_result import StepResult
 from megalite.resilience import nonfinite_tracing as tracing

@@ -17,9 +17,9 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
-from megalite.engine.activity import Note, Operation, Phase
 from megalite.parallel.mesh import Mesh
 from megalite.resilience.rank_state import Ranks, RankState
+from megalite.tracing.activity import Note, Operation, Phase
 
 NAMED = 8  # ranges of ranks in a list
 CLAUSES = 8  # groups of waiting ranks that are listed one by one

@@ -24,15 +24,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megalite.engine.activity import Activity
-from megalite.engine.agreement import from_all_ranks
+from megalite.distributed.agreement import from_all_ranks
 from megalite.engine.batch_transfer import MicroBatch
-from megalite.engine.deepspeed_internals import loss_scaler_state, resident_weights, set_loss_scaler_state
+from megalite.engine.deepspeed.internals import loss_scaler_state, resident_weights, set_loss_scaler_state
 from megalite.engine.engine import Engine
 from megalite.engine.parameter_state import read_gradients
-from megalite.engine.pipelined import PipelinedEngine
+from megalite.engine.pipeline.pipelined import PipelinedEngine
 from megalite.engine.step_result import StepResult
 from megalite.parallel.loss import IGNORED
+from megalite.tracing.activity import Activity
 
 Phase = Literal["weights", "forward", "backward"]
 LOSS = "the loss"  # the place after all layers

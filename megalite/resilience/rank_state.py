@@ -11,8 +11,8 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from megalite.engine.activity import NOBODY, RING, Note
 from megalite.resilience.heartbeat import LARGEST
+from megalite.tracing.activity import NOBODY, RING, Note
 
 Ranks = tuple[int, ...]
 

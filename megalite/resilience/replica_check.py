@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megalite.engine.activity import Phase
-from megalite.engine.agreement import from_all_ranks
-from megalite.engine.deepspeed_internals import fp32_fragment, is_whole_here, resident_weights
+from megalite.distributed.agreement import from_all_ranks
+from megalite.engine.deepspeed.internals import fp32_fragment, is_whole_here, resident_weights
 from megalite.engine.engine import Engine
+from megalite.tracing.activity import Phase
 
 CHUNK = 1 << 20  # values hashed at once: 8 MiB of int64 beside the weights
 INTEGERS = {2: torch.int16, 4: torch.int32}  # bytes of a value -> integer type of the same size

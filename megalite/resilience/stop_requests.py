@@ -16,9 +16,9 @@ from typing import NamedTuple, Self
 import torch
 import torch.distributed as dist
 
-from megalite.engine.distributed import group_timeout
-from megalite.planner.units import plural
+from megalite.engine.deepspeed.process_groups import group_timeout
 from megalite.resilience.signals import ANNOUNCEMENTS, take_signals
+from megalite.units import plural
 
 log = logging.getLogger(__name__)
 SILENCE_S = 10.0  # longest silence between a request to stop and the end of its step

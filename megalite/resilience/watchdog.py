@@ -40,13 +40,13 @@ from pydantic import Field
 
 from megalite.checkpoint.manifest import printable
 from megalite.checkpoint.small_files import make_folder, read_small_file, write_small_file
-from megalite.config.hidden_secrets import without_secrets
+from megalite.config.loading.hidden_secrets import without_secrets
 from megalite.config.sections import WatchdogConfig
-from megalite.engine.activity import NOBODY, Activity, FinishedSpan, Phase, Span
-from megalite.engine.agreement import from_rank_0
+from megalite.distributed.agreement import from_rank_0
 from megalite.resilience.hang_report import duration, explain
 from megalite.resilience.rank_registry import RankFile, forget, look_for
 from megalite.resilience.rank_state import RankState
+from megalite.tracing.activity import NOBODY, Activity, FinishedSpan, Phase, Span
 
 log = logging.getLogger(__name__)
 LaunchName = Annotated[str, Field(pattern="^[0-9a-f_-]+$")]  # of a folder in that of the run, never of one elsewhere

@@ -1,0 +1,1 @@
+"""The loop, its state, when it saves."""

@@ -19,9 +19,9 @@ from megalite.checkpoint.remote.mirror import Mirror
 from megalite.checkpoint.retention import Retention, prune
 from megalite.checkpoint.saver import Saved, Saver
 from megalite.config.sections import CheckpointConfig
-from megalite.engine.activity import Phase
 from megalite.engine.engine import Engine
 from megalite.resilience.checkpoint_interval import IntervalPlanner
+from megalite.tracing.activity import Phase
 from megalite.training.state import SaveFailed, TrainState
 
 TRAINING_GOES_ON = "training goes on"

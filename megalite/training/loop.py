@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from megalite.config import Config
-from megalite.engine.activity import Operation, Phase
 from megalite.engine.batch_transfer import MicroBatch
 from megalite.engine.engine import Engine
 from megalite.engine.step_result import StepResult
@@ -22,6 +21,7 @@ from megalite.monitor.steps.recorder import StepRecorder
 from megalite.resilience.guards import Action, Guard, Intervention
 from megalite.resilience.replica_check import Disagreement, SelfCheck, explain
 from megalite.resilience.stop_requests import Stop, StopRequests
+from megalite.tracing.activity import Operation, Phase
 from megalite.training.checkpoints import Checkpoints
 from megalite.training.state import (
     TrainingInterrupted,

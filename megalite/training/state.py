@@ -27,7 +27,9 @@ class TrainState(BaseModel):
     source_losses: dict[str, tuple[float, int]] = {}  # megalite.monitor.source_losses.Sums that no record tells yet
     data_fingerprint: str = ""
     data_content: str = ""  # digest of some tokens of a text without metadata, of which the fingerprint knows lengths
-    data_mix: dict[str, Any] = {}  # sources and stages followed so far, of data_pipeline.mix.MixRecord; empty: one text
+    data_mix: dict[
+        str, Any
+    ] = {}  # sources and stages followed so far, of data_pipeline.samples.mix.MixRecord; empty: one text
     seed: int = 0
 
     def after(self, *, samples: int, tokens: int, skipped: bool) -> TrainState:

@@ -1,0 +1,1 @@
+"""The machinery that reads a family's data: names, shapes and layouts of Hugging Face."""

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from megalite.config import ModelConfig
-from megalite.config.model_rules import problem_with_model
+from megalite.config.rules.model import problem_with_model
 from models.hub.config_parts import NO_EXPERTS, NO_WINDOW, ConfigPart, FamilyError, Keys, refuse_unless, shown
 from models.hub.rope_config import rope
 from models.hub.tensor_layout import HubLayout, Shape, hub_layout

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from launch.huggingface.exporting import export_hugging_face
-from launch.huggingface.serial_model import serial_model
+from launch.conversion.huggingface.exporting import export_hugging_face
+from launch.conversion.huggingface.serial_model import serial_model
 from launch.inference.stored_model import open_stored
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.parallel.collectives import TensorParallel

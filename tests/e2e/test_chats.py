@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from data_pipeline.tokenizer import train_tokenizer
+from data_pipeline.tokenizers.training import train_tokenizer
 from megalite.checkpoint.manifest import read_manifest
 from tests.e2e.test_documented_commands import commands_of, words_of
 from tests.helpers.commands import ROOT, metrics, run

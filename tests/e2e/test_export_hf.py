@@ -17,10 +17,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from launch.huggingface.serial_model import global_shapes
+from launch.conversion.huggingface.serial_model import global_shapes
 from launch.trainer import checkpoint_hooks
 from launch.trainer.checkpoint_hooks import Exporter
-from launch.trainer.resume import clear_exports, exports_of
+from launch.trainer.start.resume import clear_exports, exports_of
 from megalite.checkpoint.manifest import step_folder
 from megalite.config import Config
 from tests.helpers.single_rank import write_single

@@ -14,7 +14,7 @@ import transformers
 from safetensors.torch import load_file
 
 from launch.trainer.local_run import start_local_run
-from launch.trainer.run_config import load_run_config
+from launch.trainer.start.run_config import load_run_config
 from megalite.checkpoint.reader import CheckpointReader
 from tests.conftest import VOCAB_SIZE, write_config
 from tests.e2e.conftest import References

@@ -10,7 +10,7 @@ import pytest
 
 from launch.errors import FAILED_CODE
 from tests.helpers.warm_runs import session, train
-from tests.unit.megalite.engine.test_agreement import Payload
+from tests.unit.megalite.distributed.test_agreement import Payload
 
 pytestmark = pytest.mark.slow
 
@@ -54,7 +54,7 @@ def send_a_pickle(folder: Path, rank: int, marker: Path) -> None:
     """Makes rank 1 a stranger, who sends a pickle at the first meeting of all ranks."""
     if rank != 1:
         return
-    from megalite.engine import agreement
+    from megalite.distributed import agreement
 
     agreement._encoded = lambda value, adapter: pickle.dumps(Payload(marker))
 

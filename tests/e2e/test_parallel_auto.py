@@ -19,9 +19,9 @@ from launch.cluster.doctor.preflight import PreflightReport
 from launch.cluster.host_selection import NotEnoughHosts, choose_hosts, likely_layout, per_node, wanted_ranks
 from launch.cluster.supervisor import HostAssignment, HostsSupervisor, Options
 from launch.errors import LaunchError
-from launch.planning import auto_layout as automatic
-from launch.planning import cluster as places
-from launch.planning.auto_layout import (
+from launch.prediction import auto_layout as automatic
+from launch.prediction import cluster as places
+from launch.prediction.auto_layout import (
     DECIDED_LATER,
     choose_here,
     choose_on,
@@ -31,12 +31,12 @@ from launch.planning.auto_layout import (
     most_ranks,
     why_fewer,
 )
-from launch.planning.device_facts import RankDevice
-from launch.planning.this_machine import Machine
+from launch.prediction.device_facts import RankDevice
+from launch.prediction.this_machine import Machine
 from launch.runtime.hostfile import Host
 from launch.supervision.supervisor import Policy
-from launch.trainer.run_config import load_run_config
-from launch.trainer.start_checks import choose_layout
+from launch.trainer.start.checks import choose_layout
+from launch.trainer.start.run_config import load_run_config
 from megalite.config import Config, ConfigError, load_config, resolve_layout, wanted_world_size
 from megalite.config.auto import CHOOSABLE
 from megalite.config.suggestions import OptionPath
@@ -472,8 +472,8 @@ def test_the_choice_waits_no_longer_than_ranks_do(auto: Path, monkeypatch: pytes
         waited.append(at_most_s)
         raise LaunchError(f"this machine's CPU could not be measured in {at_most_s:g} s")
 
-    monkeypatch.setattr("launch.planning.this_machine._measure", slow)
-    monkeypatch.setattr("launch.planning.this_machine._read_cache", lambda path: {})
+    monkeypatch.setattr("launch.prediction.this_machine._measure", slow)
+    monkeypatch.setattr("launch.prediction.this_machine._read_cache", lambda path: {})
     config = load_run_config(auto, ["watchdog.timeout_minutes=0.5", "watchdog.startup_minutes=0.2"])
     chosen = automatic._choose_for(config, [RankDevice("a", "", "EPYC", 2**30, CPU)] * 2)
     assert waited == [3.0]

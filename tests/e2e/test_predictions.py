@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from launch.planning.calibration import fit, read_run
-from launch.planning.this_machine import describe_machine
+from launch.prediction.this_machine import describe_machine
 from tests.helpers.commands import metrics
 from tests.helpers.warm_runs import session, train
 
@@ -61,7 +61,7 @@ def test_a_run_says_what_it_will_need_and_what_it_needed(two_stages: dict[str, A
 
 def _nothing_works(_: Path, rank: int) -> None:
     from launch.errors import LaunchError
-    from launch.planning import prediction
+    from launch.prediction import prediction
     from launch.trainer import prediction_tracker as prediction_tracker
 
     def unknown(*_: Any, **__: Any) -> Any:

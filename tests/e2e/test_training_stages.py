@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 
-from data_pipeline.dataset import PackedSamples
+from data_pipeline.samples.dataset import PackedSamples
 from tests.conftest import VOCAB_SIZE, write_config
 from tests.helpers.commands import command_line, metrics
 from tests.helpers.faults import die_at

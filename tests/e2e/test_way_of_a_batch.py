@@ -27,16 +27,16 @@ MOST_LINES = 6100
 
 # What watches a step, decides about it or logs it, without touching the batch.
 OBSERVERS = (
-    "launch/planning/",  # the measurement beside the prediction
+    "launch/prediction/",  # the measurement beside the prediction
     "launch/runtime/console.py",
     "launch/runtime/startup_progress.py",
     "launch/trainer/prediction_tracker.py",
     "launch/trainer/run_logger.py",
     "megalite/checkpoint/",
-    "megalite/planner/units.py",  # the words of log lines
-    "megalite/engine/activity.py",  # records for the watchdog
-    "megalite/engine/tape.py",  # keeps them
-    "megalite/engine/communication_meter.py",
+    "megalite/units.py",  # the words of log lines
+    "megalite/tracing/activity.py",  # records for the watchdog
+    "megalite/tracing/tape.py",  # keeps them
+    "megalite/monitor/steps/communication_meter.py",
     "megalite/monitor/",
     "megalite/resilience/",
     "megalite/training/checkpoints.py",
@@ -47,7 +47,7 @@ PROFILED_RANK = """
 import json, os, sys, threading
 from pathlib import Path
 from launch.train import main
-from megalite.engine.activity import Activity
+from megalite.tracing.activity import Activity
 
 root, entered, prepared = f"{Path.cwd()}/", {}, {}
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import megalite.engine.engine as engine
-import megalite.engine.pipelined as pipelined
+import megalite.engine.pipeline.pipelined as pipelined
 import megalite.engine.stages as stages
 import megalite.parallel.linear as linear
 import megalite.parallel.norm as norm
@@ -24,12 +24,12 @@ import models.attention_inputs as attention_inputs
 import models.decoder as decoder
 import models.rope as rope
 from launch.parity.observations import ArrayBlock
-from megalite.engine.gradient_reduction import GradientReducer
-from megalite.engine.partitioned_step import PartitionedStep
-from megalite.engine.pipeline_runtime import ProgramRun
-from megalite.engine.source_losses import SourceLosses
+from megalite.engine.pipeline.pipeline_runtime import ProgramRun
+from megalite.engine.reduction.gradient_reduction import GradientReducer
+from megalite.engine.reduction.partitioned_step import PartitionedStep
+from megalite.engine.statistics.source_losses import SourceLosses
 from megalite.parallel.collectives import TensorParallel, all_gather
-from megalite.planner.schedules.program import Compute, Message, MessageKind, Receive
+from megalite.schedules.program import Compute, Message, MessageKind, Receive
 
 
 def planted(defect: Callable[[], None], rank: int, *arguments: Any) -> list[ArrayBlock]:

@@ -16,7 +16,7 @@ from launch.parity import observations
 from launch.parity.observations import ArrayBlock, Quantity
 from launch.parity.problem import Batch
 from megalite.config import Config, resolve_layout
-from megalite.config.rules import Device
+from megalite.config.rules.rules import Device
 from megalite.engine.build import build_engine
 from megalite.engine.engine import Engine
 from megalite.engine.parameter_state import read_parameter

@@ -7,7 +7,7 @@ from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from launch.trainer.remote_data import copies_here
+from launch.trainer.data.remote_data import copies_here
 from megalite.config.data import DataConfig
 
 

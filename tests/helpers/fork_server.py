@@ -6,7 +6,7 @@ Whatever starts ranks imports this module: the first call of `warm_up` decides w
 from launch.parity.forked_ranks import warm_up
 
 PYTEST = ["pytest", "hypothesis", "psutil", "yaml", "safetensors.torch"]  # what modules of tests import
-COMMANDS = ["launch.cli.app", "launch.huggingface"]
+COMMANDS = ["launch.cli.app", "launch.conversion.huggingface"]
 TRAINING = [  # what a run imports on its way
     "launch.train",
     "deepspeed.module_inject.auto_ep_layer",

@@ -57,7 +57,7 @@ default. For every one of them:
   [parity.md](parity.md): tp=2, pp=2, both, and with sequence parallelism (`tests/ranks/models/test_family_layouts.py`).
   Planted defects are caught (`tests/ranks/launch/parity/test_family_mutations.py`).
 - Names and shapes on disk are what transformers' `save_pretrained` writes (`tests/unit/models/families/`), and import
-  and export give the same tensors, bit for bit (`tests/ranks/launch/huggingface/test_convert.py`).
+  and export give the same tensors, bit for bit (`tests/ranks/launch/conversion/huggingface/test_convert.py`).
 - config.json to our options and back is the same config to transformers, and each of its two spellings alone says
   everything (`tests/unit/models/hub/test_family_configs.py`).
 

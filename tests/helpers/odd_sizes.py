@@ -16,7 +16,7 @@ from launch.parity.layout import ParityLayout
 from launch.parity.problem import Dtype, ParityProblem, make_problem
 from launch.parity.verify import Plan, References
 from megalite.config import Config
-from megalite.config.pipeline_rules import SPLITS_BACKWARD
+from megalite.config.rules.pipeline import SPLITS_BACKWARD
 from megalite.config.sections import PipelineSchedule
 
 MODEL: dict[str, Any] = {

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from hypothesis import strategies as st
 
-from megalite.planner.schedules.tables import Schedule, Task, chunks_needed, tasks_of
+from megalite.schedules.tables import Schedule, Task, chunks_needed, tasks_of
 
 
 class DrawnSchedule(NamedTuple):

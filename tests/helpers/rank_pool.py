@@ -141,7 +141,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, folder: Path) -> None:
 def _perform(rank: int, message: bytes) -> Any:
     import torch.distributed as dist
 
-    from megalite.engine.deepspeed_internals import set_timeout
+    from megalite.engine.deepspeed.internals import set_timeout
 
     folder, path, timeout_s, task = pickle.loads(message)
     os.chdir(folder)

@@ -31,7 +31,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.partition_parameters import Init
 from torch.nn import Parameter
 
-from megalite.engine.deepspeed_internals import process_groups, set_timeout
+from megalite.engine.deepspeed.internals import process_groups, set_timeout
 
 # what these define or import is put back by name; torch's own state is put back by its getters and setters
 RESTORED = ("deepspeed", "megalite", "models", "launch", "data_pipeline", "tests")

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from megalite.config import Config
-from megalite.engine.tape import Collective
 from megalite.monitor.goodput import CATEGORIES
 from megalite.monitor.steps.parts import PARTS
 from megalite.monitor.steps.timeline import RankTimeline, write_timeline
-from megalite.planner.schedules.simulation import PipelineTimes, simulate_schedule
-from megalite.planner.schedules.tables import Schedule
+from megalite.schedules.simulation import PipelineTimes, simulate_schedule
+from megalite.schedules.tables import Schedule
+from megalite.tracing.tape import Collective
 from tests.helpers.simulated_ranks import ranks_of
 
 STARTED = 1.7e9

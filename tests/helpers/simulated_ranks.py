@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from megalite.engine.activity import Note, Operation, Phase
 from megalite.monitor.steps.timeline import Owner, RankTimeline
-from megalite.planner.schedules.passes import PassKind
-from megalite.planner.schedules.simulation import ScheduledPass, Timeline
-from megalite.planner.schedules.tables import placement, position_of
+from megalite.schedules.passes import PassKind
+from megalite.schedules.simulation import ScheduledPass, Timeline
+from megalite.schedules.tables import placement, position_of
+from megalite.tracing.activity import Note, Operation, Phase
 
 OPERATIONS = {
     PassKind.FORWARD: Operation.FORWARD,

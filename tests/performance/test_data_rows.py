@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_pipeline.best_fit import BestFitSamples
-from data_pipeline.dataset import PackedSamples, Samples
-from data_pipeline.files import StoredFile
-from data_pipeline.indexed import IndexedTokens, IndexedWriter
 from data_pipeline.loader import BatchPlan, global_batch
-from data_pipeline.mix import Mix, MixedSamples, MixStage
-from data_pipeline.packing_plan import PackingRequest, write_plan
-from data_pipeline.staged import CutSamples
+from data_pipeline.samples.best_fit import BestFitSamples
+from data_pipeline.samples.dataset import PackedSamples, Samples
+from data_pipeline.samples.mix import Mix, MixedSamples, MixStage
+from data_pipeline.samples.packing_plan import PackingRequest, write_plan
+from data_pipeline.samples.staged import CutSamples
+from data_pipeline.storage.files import StoredFile
+from data_pipeline.storage.indexed import IndexedTokens, IndexedWriter
 
 ROWS, BATCHES, LENGTH = 8, 64, 64
 

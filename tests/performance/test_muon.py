@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megalite.engine.muon import orthogonalized
+from megalite.engine.optimizers.muon import orthogonalized
 from tests.helpers.counting import calls_of, kernels_of
 from tests.performance.budgets import MUON_PRODUCTS
 

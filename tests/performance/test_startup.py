@@ -10,7 +10,7 @@ from launch.runtime.rank_environment import VARIABLES
 
 TWO_STEPS = """
 import sys
-from megalite.engine.distributed import start_distributed
+from megalite.engine.deepspeed.process_groups import start_distributed
 start_distributed(0)
 from tests.helpers.engine_cases import Case, engine_of, global_batches, micro_batches_of
 case = Case(steps=2, dtype="bf16", accumulation=2)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from deepspeed.utils import groups
 
 import megalite.engine.stages as engine_module
-from megalite.engine.deepspeed_internals import process_groups, timeout_of
+from megalite.engine.deepspeed.internals import process_groups, timeout_of
 from megalite.parallel.linear import RowParallelLinear
 from tests.helpers import rank_pool
 from tests.helpers.engine_cases import Case, engine_of, global_batches, micro_batches_of

@@ -14,7 +14,7 @@ from typer.main import get_command
 from launch.cli.app import app
 from megalite.config import Config
 from megalite.config.deepspeed import PASSED_ON
-from megalite.config.option_docs import WRITTEN_BY, options_page
+from megalite.config.documentation.option_docs import WRITTEN_BY, options_page
 from megalite.config.suggestions import option_paths
 
 ROOT = Path(__file__).parents[2]

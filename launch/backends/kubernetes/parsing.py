@@ -14,11 +14,11 @@ from decimal import Decimal
 from pathlib import PurePosixPath
 from typing import Any
 
+from launch.conversion.huggingface.hub_folder import is_hub_id
 from launch.errors import LaunchError
-from launch.huggingface.hub_folder import is_hub_id
 from launch.runtime.forwarded_environment import is_secret
 from megalite.config import Config
-from megalite.config.secrets import secret_in
+from megalite.config.loading.secrets import secret_in
 
 LONGEST_LABEL = 63
 LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"  # RFC 1123

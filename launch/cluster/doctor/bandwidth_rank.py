@@ -18,7 +18,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from launch.runtime.processes import PR_SET_PDEATHSIG
-from megalite.engine.errors import RendezvousFailed
+from megalite.distributed.errors import RendezvousFailed
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +44,7 @@ class BandwidthMeasurement:
         import torch
         import torch.distributed as dist
 
-        from megalite.engine.rendezvous import Rendezvous
+        from megalite.distributed.rendezvous import Rendezvous
 
         on_gpu = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
         self._device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")

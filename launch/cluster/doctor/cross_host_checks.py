@@ -11,7 +11,7 @@ from statistics import median
 
 from launch.cluster.doctor.findings import FAIL, HERE, OK, WARN, Answers, Facts, Finding, Problems, fold, usual
 from launch.cluster.doctor.host_checks import on_gpus
-from launch.planning.auto_layout import layout_or_likely, sizes_in_words
+from launch.prediction.auto_layout import layout_or_likely, sizes_in_words
 from launch.runtime.devices import Device
 from megalite.config import ConfigError
 from megalite.planner.search import Ranks

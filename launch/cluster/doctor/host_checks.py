@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from launch.cluster.doctor.findings import FAIL, WARN, Answers, Finding, Problems, usual
-from megalite.planner.units import plural
+from megalite.units import plural
 
 MIB, GIB = 1 << 20, 1 << 30
 SHM = "/dev/shm"

@@ -24,8 +24,8 @@ from launch.runtime.devices import Device
 from launch.runtime.gpu_probe import GPUS_S, gpu_facts
 from launch.runtime.hostfile import Host
 from launch.runtime.modules import INSTALLATION
-from launch.trainer.run_folder import PACKAGES
-from megalite.planner.units import plural
+from launch.trainer.start.run_folder import PACKAGES
+from megalite.units import plural
 
 ANSWER_S = 30.0  # for all facts of a host; each that may hang has its own limit
 CONNECT_S = 2.0

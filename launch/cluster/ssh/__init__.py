@@ -1,0 +1,1 @@
+"""One connection to each host, and the agent at its other end."""

@@ -17,13 +17,13 @@ from launch.inspection.comparison_report import (
     runs_table,
     sentences,
 )
-from launch.inspection.page.curves import Chart, Column, Curves, Series, chart_elements, curves_table, time_unit
 from launch.inspection.page.run_curves import curves_section
-from launch.inspection.page.sections import PageSection, keys, number_table
-from launch.inspection.page.skeleton import render_page
 from launch.inspection.page.step_parts import COLOURS, stacked_bars
 from launch.output import Table, write_file
-from launch.planning.report.svg import element
+from launch.pages.curves import Chart, Column, Curves, Series, chart_elements, curves_table, time_unit
+from launch.pages.sections import PageSection, keys, number_table
+from launch.pages.skeleton import render_page
+from launch.pages.svg import element
 from megalite.monitor.steps.parts import PARTS
 
 OVER_STEPS = (  # column, title, unit, is logarithmic

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from xml.etree.ElementTree import Element
 
 from launch.inspection.page.findings import RunFindings, numbers_at, value_at
-from launch.inspection.page.sections import PageSection, keys, number_table
-from launch.planning.report.svg import AxisScale, at_both_widths, bar, drawing
+from launch.pages.sections import PageSection, keys, number_table
+from launch.pages.svg import AxisScale, at_both_widths, bar, drawing
 from megalite.monitor.goodput import CATEGORIES
-from megalite.planner.units import duration, percent, plural
+from megalite.units import duration, percent, plural
 
 HEIGHT = 34.0
 COLOURS = dict(zip(CATEGORIES, (2, 6, 4, 5, 8, 3, 1, 9, 10, 7), strict=True))

@@ -13,16 +13,16 @@ import numpy as np
 
 from launch.inspection.history import RunHistory
 from launch.inspection.listing import RunSummary
-from launch.inspection.page.curves import Chart, Curves, Series
 from launch.inspection.page.run_curves import curves_section
 from launch.inspection.page.run_page import FILE, title_of
-from launch.inspection.page.sections import PageSection, number_table
-from launch.inspection.page.skeleton import render_page
 from launch.inspection.report import runs_table
 from launch.output import write_file
-from launch.planning.report.svg import element
+from launch.pages.curves import Chart, Curves, Series
+from launch.pages.sections import PageSection, number_table
+from launch.pages.skeleton import render_page
+from launch.pages.svg import element
 from megalite.checkpoint.manifest import printable
-from megalite.planner.units import plural
+from megalite.units import plural
 
 INDEX = "index.html"
 MOST_CURVES = 12  # the latest active runs, whose lines can be told apart

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from xml.etree.ElementTree import Element
 
 from launch.inspection.page.findings import RunFindings
-from launch.inspection.page.sections import PageSection, keys, number_table
-from launch.planning.report.svg import Child, at_both_widths, bar, drawing, label
+from launch.pages.sections import PageSection, keys, number_table
+from launch.pages.svg import Child, at_both_widths, bar, drawing, label
 from megalite.checkpoint.manifest import printable
 from megalite.parallel.mesh import Mesh
-from megalite.planner.units import plural
+from megalite.units import plural
 
 LEFT, TOP = 82.0, 26.0
 MOST_STAGES, MOST_REPLICAS, MOST_CELLS = 32, 16, 128

@@ -7,9 +7,8 @@ from xml.etree.ElementTree import Element
 
 from launch.inspection.files import number
 from launch.inspection.page.findings import RunFindings, value_at
-from launch.inspection.page.sections import PageSection, keys, number_table
-from launch.planning.prediction import error_in_words
-from launch.planning.report.svg import (
+from launch.pages.sections import PageSection, keys, number_table
+from launch.pages.svg import (
     WIDE,
     AxisScale,
     BarRows,
@@ -20,7 +19,8 @@ from launch.planning.report.svg import (
     horizontal_axis,
     line,
 )
-from megalite.planner.units import MIB, gib, plural
+from launch.prediction.prediction import error_in_words
+from megalite.units import MIB, gib, plural
 
 NAMES, VALUES = 136.0, 110.0  # pixels
 MOST_ROWS = 32

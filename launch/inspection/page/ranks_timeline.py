@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from xml.etree.ElementTree import Element
 
 from launch.inspection.page.findings import RunFindings
-from launch.inspection.page.sections import PageSection, keys, number_table
 from launch.inspection.page.step_parts import COLOURS
-from launch.planning.report.svg import (
+from launch.pages.sections import PageSection, keys, number_table
+from launch.pages.svg import (
     WIDE,
     AxisScale,
     Child,
@@ -19,12 +19,12 @@ from launch.planning.report.svg import (
     horizontal_axis,
     label,
 )
-from megalite.engine.activity import Phase
 from megalite.monitor.steps.message_pairs import transfers
 from megalite.monitor.steps.parts import HOLDS_COLLECTIVES, OWN_WORK, PARTS, part_of
 from megalite.monitor.steps.timeline import RankTimeline, TimedNote
 from megalite.monitor.steps.what_if import parts_by_rank
-from megalite.planner.units import percent, plural, seconds
+from megalite.tracing.activity import Phase
+from megalite.units import percent, plural, seconds
 
 LEFT, NARROW_LEFT, TOP = 136.0, 62.0, 6.0  # pixels; right of the names of ranks
 MOST_ROWS = 64

@@ -8,9 +8,9 @@ import numpy as np
 
 from launch.inspection.files import Facts, number
 from launch.inspection.history import RunHistory
-from launch.inspection.page.curves import MARKS, Chart, Curves, Mark, Series, chart_elements, curves_table, time_unit
-from launch.inspection.page.sections import PageSection, keys
-from launch.planning.report.svg import element
+from launch.pages.curves import MARKS, Chart, Curves, Mark, Series, chart_elements, curves_table, time_unit
+from launch.pages.sections import PageSection, keys
+from launch.pages.svg import element
 
 SMOOTHED = 50  # the smoothed loss is the mean over the run's steps divided by this
 EVENT_KINDS = {"saved": "save", "started": "restart", "slow_rank": "slow"}

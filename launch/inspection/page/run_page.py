@@ -7,23 +7,23 @@ from dataclasses import replace
 from pathlib import Path
 
 from launch.inspection.history import RunHistory
-from launch.inspection.page.curves import Curves
 from launch.inspection.page.findings import RunFindings
 from launch.inspection.page.goodput_bar import goodput_section
 from launch.inspection.page.rank_layout import layout_section
 from launch.inspection.page.rank_memory import memory_section
 from launch.inspection.page.ranks_timeline import timeline_section
 from launch.inspection.page.run_curves import curves_of, curves_section
-from launch.inspection.page.sections import PageSection
 from launch.inspection.page.sentences import sentences_of
-from launch.inspection.page.skeleton import render_page
 from launch.inspection.page.step_parts import parts_section, stages_section
 from launch.inspection.page.step_waterfall import prediction_section, waterfall_section
 from launch.inspection.page.tables import communication_section, events_section, settings_section, versions_section
 from launch.inspection.page.tiles import tiles_of
 from launch.inspection.status import read_status
 from launch.output import write_file
-from launch.planning.report.svg import at_one_width
+from launch.pages.curves import Curves
+from launch.pages.sections import PageSection
+from launch.pages.skeleton import render_page
+from launch.pages.svg import at_one_width
 
 FILE = "report.html"
 LARGEST_BYTES = 400_000

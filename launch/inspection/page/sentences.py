@@ -9,13 +9,13 @@ import numpy as np
 from launch.inspection.files import number
 from launch.inspection.page.findings import RunFindings, numbers_at, value_at
 from launch.inspection.why import advice
-from launch.planning.prediction import error_in_words, rough_error_in_words
+from launch.prediction.prediction import error_in_words, rough_error_in_words
 from megalite.checkpoint.manifest import printable
-from megalite.config.hidden_secrets import without_secrets
+from megalite.config.loading.hidden_secrets import without_secrets
 from megalite.monitor.steps.parts import PARTS, communication_share
 from megalite.monitor.steps.predicted_parts import beside_prediction
 from megalite.monitor.steps.slow_ranks import IN_A_ROW, WINDOW
-from megalite.planner.units import percent, plural, seconds
+from megalite.units import percent, plural, seconds
 
 NAMED = 4  # largest parts of a step
 LONGEST = 1000  # characters of a sentence

@@ -7,10 +7,10 @@ from xml.etree.ElementTree import Element
 
 import numpy as np
 
-from launch.inspection.page.curves import count_text
 from launch.inspection.page.findings import RECENT, RunFindings
-from launch.inspection.page.sections import PageSection, keys, number_table
-from launch.planning.report.svg import (
+from launch.pages.curves import count_text
+from launch.pages.sections import PageSection, keys, number_table
+from launch.pages.svg import (
     WIDE,
     AxisScale,
     BarRows,
@@ -24,7 +24,7 @@ from launch.planning.report.svg import (
     vertical_axis,
 )
 from megalite.monitor.steps.parts import PARTS
-from megalite.planner.units import percent, seconds
+from megalite.units import percent, seconds
 
 LEFT, TOP, BOTTOM = 62.0, 12.0, 232.0
 MOST_BUCKETS = 64  # on a page; a phone has as many for each pixel

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from xml.etree.ElementTree import Element
 
 from launch.inspection.page.findings import RunFindings
-from launch.inspection.page.sections import PageSection, keys, number_table
 from launch.inspection.why import prediction_table, sentences
 from launch.output import StyledCell
-from launch.planning.report.svg import (
+from launch.pages.sections import PageSection, keys, number_table
+from launch.pages.svg import (
     WIDE,
     AxisScale,
     BarRows,
@@ -22,7 +22,7 @@ from launch.planning.report.svg import (
     slug,
 )
 from megalite.monitor.steps.predicted_parts import PartPair
-from megalite.planner.units import percent, seconds
+from megalite.units import percent, seconds
 
 NAMES, VALUES, PAIR_VALUES = 230.0, 190.0, 280.0  # pixels that names and values take
 BAR_HEIGHT, HALF_HEIGHT = 22.0, 12.0

@@ -7,17 +7,17 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from data_pipeline.files import decimal_size
+from data_pipeline.storage.files import decimal_size
 from launch.inspection.comparison import default_of
 from launch.inspection.files import Facts, number, time_of
 from launch.inspection.page.findings import RunFindings, value_at
-from launch.inspection.page.sections import PageSection, number_table
 from launch.inspection.report import ACCOUNT
-from launch.planning.report.svg import element
+from launch.pages.sections import PageSection, number_table
+from launch.pages.svg import element
 from megalite.checkpoint.manifest import printable
-from megalite.config.hidden_secrets import without_secrets
-from megalite.config.secrets import names_secret
-from megalite.planner.units import percent, seconds, short
+from megalite.config.loading.hidden_secrets import without_secrets
+from megalite.config.loading.secrets import names_secret
+from megalite.units import percent, seconds, short
 
 MOST_EVENTS = 50
 MOST_SETTINGS = 100

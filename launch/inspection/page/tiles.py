@@ -8,7 +8,7 @@ from launch.inspection.files import number
 from launch.inspection.page.findings import RunFindings, value_at
 from launch.inspection.state import RunState
 from megalite.monitor.progress import duration
-from megalite.planner.units import count, digits, percent, seconds
+from megalite.units import count, digits, percent, seconds
 
 UNKNOWN = "\N{EN DASH}"
 

@@ -21,7 +21,7 @@ from launch.inspection.watching.live_run import LiveRun
 from launch.output import Cell, StyledCell
 from megalite.checkpoint.manifest import printable
 from megalite.monitor.steps.parts import PARTS
-from megalite.planner.units import percent
+from megalite.units import percent
 
 HEIGHTS = "▁▂▃▄▅▆▇█"
 INTERVAL_S = 2.0  # from look to look

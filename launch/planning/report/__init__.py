@@ -1,0 +1,1 @@
+"""The HTML page of `megalite plan`: its figures and tables."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from xml.etree.ElementTree import Element
 
-from launch.planning.report.svg import (
+from launch.pages.svg import (
     AxisScale,
     bar,
     coordinate,
@@ -18,14 +18,14 @@ from launch.planning.report.svg import (
     line,
     vertical_axis,
 )
-from megalite.planner.reliability.failure_rates import PUBLISHED_BAND
+from megalite.planner.failure_rates import PUBLISHED_BAND
 from megalite.planner.reliability.goodput_model import (
     JobScale,
     Reliability,
     at_scale,
     goodput_against_interval,
 )
-from megalite.planner.units import duration, percent, plural, short
+from megalite.units import duration, percent, plural, short
 
 WIDTH, HEIGHT = 470, 320
 LEFT, RIGHT, TOP, BOTTOM = 52, 444, 42, 262

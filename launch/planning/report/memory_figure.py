@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from xml.etree.ElementTree import Element
 
-from launch.planning.report.svg import (
+from launch.pages.svg import (
     WIDE,
     AxisScale,
     Child,
@@ -18,8 +18,8 @@ from launch.planning.report.svg import (
     vertical_axis,
 )
 from megalite.planner.cost.memory import StageMemory
-from megalite.planner.units import GIB, MIB, gib, percent
 from megalite.planner.workload import ParallelLayout
+from megalite.units import GIB, MIB, gib, percent
 
 HEIGHT = 380
 LEFT, TOP, BOTTOM = 56, 44, 330

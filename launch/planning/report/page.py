@@ -11,25 +11,26 @@ from pathlib import Path
 from string import Template
 from xml.etree.ElementTree import Element, tostring
 
-from data_pipeline.files import decimal_size
+from data_pipeline.storage.files import decimal_size
 from launch.output import write_file
+from launch.pages.skeleton import page_text
+from launch.pages.svg import element, with_code
 from launch.planning.report.goodput_figure import goodput_caption, goodput_figure, interval_curve, size_curve
 from launch.planning.report.memory_figure import memory_caption, memory_figure
 from launch.planning.report.ranking_table import ranking_caption, ranking_table
-from launch.planning.report.svg import element, with_code
 from launch.planning.report.timeline_figure import timeline_section
 from launch.planning.report.waterfall_figure import waterfall_caption, waterfall_figure
 from launch.planning.tables.outlook import interval_words, money, outlook_lines
 from megalite.config import Config
+from megalite.planner.cost.checkpoints import PER_NODE
 from megalite.planner.cost.memory import CUDA
 from megalite.planner.cost.shapes import parameters
 from megalite.planner.explanation import explain
+from megalite.planner.failure_rates import PUBLISHED_BAND
 from megalite.planner.hardware import Cluster, is_guess
 from megalite.planner.outlook import RunOutlook, outlook_of
-from megalite.planner.reliability.checkpoints import PER_NODE
-from megalite.planner.reliability.failure_rates import PUBLISHED_BAND
 from megalite.planner.search import LayoutCandidate, SearchResult
-from megalite.planner.units import about, count, duration, gib, percent, plural, seconds, short
+from megalite.units import about, count, duration, gib, percent, plural, seconds, short
 
 FOLDER = Path(__file__).parent
 
@@ -95,7 +96,7 @@ def _render(
             for one in assumptions_of(winner, cluster, outlook)
         ],
     }
-    style, page = ((FOLDER / name).read_text(encoding="utf-8") for name in ("style.css", "page.html"))
+    style, page = page_text("style.css"), (FOLDER / "page.html").read_text(encoding="utf-8")
     return Template(page).substitute({name: _html(value) for name, value in values.items()}, style=style)
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from xml.etree.ElementTree import Element
 
-from launch.planning.report.svg import bar, element, line
+from launch.pages.svg import bar, element, line
 from megalite.planner.choice import doubts
 from megalite.planner.search import LayoutCandidate, SearchResult
-from megalite.planner.units import GIB, digits, gib, of_stages, percent, plural, seconds
+from megalite.units import GIB, digits, gib, of_stages, percent, plural, seconds
 
 MOST_ROWS = 15
 TIME_WIDTH, MEMORY_WIDTH, BAR_HEIGHT = 64.0, 48.0, 14.0

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from xml.etree.ElementTree import Element
 
-from launch.planning.report.svg import (
+from launch.pages.svg import (
     WIDE,
     AxisScale,
     Child,
@@ -21,10 +21,10 @@ from launch.planning.report.svg import (
     slug,
 )
 from megalite.planner.cost.step_time import StepTime
-from megalite.planner.schedules.simulation import PipelineTimes, ScheduledPass, Timeline, simulate_schedule
-from megalite.planner.schedules.tables import PassKind, Schedule
 from megalite.planner.search import LayoutCandidate
-from megalite.planner.units import percent, seconds
+from megalite.schedules.simulation import PipelineTimes, ScheduledPass, Timeline, simulate_schedule
+from megalite.schedules.tables import PassKind, Schedule
+from megalite.units import percent, seconds
 
 LEFT, BUSY, TOP = 62.0, 80.0, 34.0
 GAP = 18.0  # between windows

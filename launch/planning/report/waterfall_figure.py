@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from xml.etree.ElementTree import Element
 
-from launch.planning.report.svg import (
+from launch.pages.svg import (
     WIDE,
     AxisScale,
     BarRows,
@@ -17,7 +17,7 @@ from launch.planning.report.svg import (
     slug,
 )
 from megalite.planner.cost.step_time import StepTime
-from megalite.planner.units import percent, seconds
+from megalite.units import percent, seconds
 
 NAMES, VALUES, BAR_HEIGHT = 230.0, 190.0, 22.0  # pixels
 USEFUL = ("matrix products", "attention")

@@ -12,8 +12,8 @@ from megalite.planner.contexts import ContextLength
 from megalite.planner.explanation import explain
 from megalite.planner.hardware import Cluster, is_guess
 from megalite.planner.search import LayoutCandidate, SearchResult
-from megalite.planner.units import GIB, plural
 from megalite.planner.workload import recompute_in_short
+from megalite.units import GIB, plural
 
 LayoutRow = dict[str, Any]
 """One layout with its predicted figures; the keys are the columns of the CSV output."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from data_pipeline.files import decimal_size
+from data_pipeline.storage.files import decimal_size
 from megalite.config import Config
+from megalite.planner.failure_rates import PUBLISHED_BAND
 from megalite.planner.outlook import RunOutlook
-from megalite.planner.reliability.failure_rates import PUBLISHED_BAND
 from megalite.planner.run_length import DAY_S, hours
-from megalite.planner.units import about, duration, percent, short
+from megalite.units import about, duration, percent, short
 
 LOW, HIGH = PUBLISHED_BAND
 

@@ -14,8 +14,8 @@ from launch.output import Table, print_csv, print_json
 from launch.planning.prediction_by_size import SizedRun
 from launch.runtime.logs import get_logger
 from launch.runtime.printing import say
-from megalite.planner.reliability.checkpoints import Save, is_for_storage
-from megalite.planner.reliability.failure_rates import (
+from megalite.planner.cost.checkpoints import Save, is_for_storage
+from megalite.planner.failure_rates import (
     GPUS_PER_NODE,
     HOURS_PER_DAY,
     MISFITS,
@@ -24,7 +24,7 @@ from megalite.planner.reliability.failure_rates import (
     Components,
 )
 from megalite.planner.reliability.goodput_model import Reliability
-from megalite.planner.units import plain, short
+from megalite.units import plain, short
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from launch.output import Table
 from launch.planning.tables.outlook import money
 from launch.runtime.logs import get_logger
 from launch.runtime.printing import say
-from megalite.planner.reliability.checkpoints import time_shares
-from megalite.planner.reliability.failure_rates import failure_probability
+from megalite.planner.cost.checkpoints import time_shares
+from megalite.planner.failure_rates import failure_probability
 from megalite.planner.reliability.run_simulation import (
     HOUR_S,
     PARTS,
@@ -24,7 +24,7 @@ from megalite.planner.reliability.run_simulation import (
     expected_maximum,
     spare_nodes_for,
 )
-from megalite.planner.units import count, short
+from megalite.units import count, short
 
 log = get_logger(__name__)
 

@@ -1,0 +1,1 @@
+"""Hugging Face folders: names, shapes, weights and tokenizers, read and written block by block."""

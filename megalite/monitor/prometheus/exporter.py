@@ -26,7 +26,7 @@ from megalite.monitor.prometheus.totals import SHOWN, RunTotals, keep_shown
 from megalite.monitor.source_losses import MOST_SOURCES
 from megalite.monitor.steps.breakdown import StepBreakdown
 from megalite.monitor.steps.slow_ranks import WINDOW, relative_speeds
-from megalite.planner.units import MIB
+from megalite.units import MIB
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from megalite.config import Config
-from megalite.engine.agreement import from_all_ranks
-from megalite.engine.hosts import this_host
-from megalite.engine.meeting_place import is_loopback_address
+from megalite.distributed.agreement import from_all_ranks
+from megalite.distributed.hosts import this_host
+from megalite.distributed.store_address import is_loopback_address
 from megalite.monitor.observer import Nonfatal
 from megalite.monitor.prometheus.endpoint import TARGETS, Endpoint, Rendering, write_targets
 from megalite.monitor.prometheus.families import OF_GPUS, rendered

@@ -15,7 +15,7 @@ from megalite.config import Config
 from megalite.config.batch_stages import BatchSchedule
 from megalite.monitor.observer import Observer
 from megalite.monitor.progress import RECENT_STEPS, clock, seconds_left
-from megalite.planner.units import MIB, count, digits, gib
+from megalite.units import MIB, count, digits, gib
 
 BAR_COLUMNS = 16  # the numbers need the room
 

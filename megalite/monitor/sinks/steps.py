@@ -11,8 +11,8 @@ from megalite.monitor.observer import Observer
 from megalite.monitor.sinks.jsonl import JsonLinesSink
 from megalite.monitor.steps.breakdown import StepBreakdown
 from megalite.monitor.steps.parts import COMMUNICATION, PARTS
-from megalite.planner.schedules.simulation import PipelineTimes, idle_of_equal_stages
-from megalite.planner.schedules.tables import Schedule
+from megalite.schedules.simulation import PipelineTimes, idle_of_equal_stages
+from megalite.schedules.tables import Schedule
 
 log = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megalite.engine.activity import Operation, Phase
 from megalite.monitor.steps.message_pairs import message_pairs
 from megalite.monitor.steps.parts import part_of
 from megalite.monitor.steps.timeline import RankTimeline, TimedNote
+from megalite.tracing.activity import Operation, Phase
 
 NOTES, COLLECTIVES = 1, 2  # tracks of a rank, whose process has its number
 EDGES = (Operation.BEGIN, Operation.FINISH)  # say nothing without their phase

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megalite.engine.agreement import from_all_ranks
+from megalite.distributed.agreement import from_all_ranks
 from megalite.monitor.steps.messages import Interval, MessageKey, Messages, waited_to_receive, waited_to_send
 from megalite.monitor.steps.timeline import Owner
 from megalite.parallel.mesh import Mesh
-from megalite.planner.schedules.tables import Schedule, placement
+from megalite.schedules.tables import Schedule, placement
 
 MEETINGS = 64  # from which clocks are compared
 NEVER = Interval(math.nan, math.nan)

@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from megalite.engine.activity import Phase
 from megalite.monitor.steps.messages import (
     RECEPTIONS,
     SENDS,
@@ -18,6 +17,7 @@ from megalite.monitor.steps.messages import (
     waited_to_send,
 )
 from megalite.monitor.steps.timeline import RankTimeline, TimedNote
+from megalite.tracing.activity import Phase
 
 
 class MessagePair(NamedTuple):

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megalite.engine.activity import Note, Operation, Phase
 from megalite.monitor.steps.timeline import TimedNote
+from megalite.tracing.activity import Note, Operation, Phase
 
 SENDS = {Operation.SEND_ACTIVATION: "activation", Operation.SEND_GRADIENT: "gradient"}
 RECEPTIONS = {Operation.RECEIVE_ACTIVATION: "activation", Operation.RECEIVE_GRADIENT: "gradient"}

@@ -8,10 +8,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
-from megalite.engine.activity import Operation, Phase
-from megalite.engine.tape import Collective
 from megalite.monitor.steps.messages import AWAITED_SENDS, RECEPTIONS, SENDS
 from megalite.monitor.steps.timeline import TimedNote
+from megalite.tracing.activity import Operation, Phase
+from megalite.tracing.tape import Collective
 
 PARTS = {
     "data": "data",  # waiting for the next batch

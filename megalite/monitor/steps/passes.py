@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple
 
-from megalite.engine.activity import Operation, Phase
 from megalite.monitor.steps.timeline import RankTimeline
-from megalite.planner.schedules.passes import PassKind
+from megalite.schedules.passes import PassKind
+from megalite.tracing.activity import Operation, Phase
 
 KINDS = {
     Operation.FORWARD: PassKind.FORWARD,

@@ -15,16 +15,14 @@ import torch
 import torch.distributed as dist
 
 from megalite.config import Config
-from megalite.engine.activity import Note, Operation, Phase
-from megalite.engine.communication_meter import CommunicationMeter
+from megalite.distributed.hosts import this_host
 from megalite.engine.engine import Engine
-from megalite.engine.hosts import this_host
 from megalite.engine.step_result import StepResult
-from megalite.engine.tape import Collective, DeviceClock, Recorded, Tape
 from megalite.monitor.expert_usage import ExpertUsage, Usage
 from megalite.monitor.memory import peak_memory_mib
 from megalite.monitor.observer import Nonfatal
 from megalite.monitor.steps.breakdown import COLUMN, KINDS, POSITION, ROW, StepBreakdown
+from megalite.monitor.steps.communication_meter import CommunicationMeter
 from megalite.monitor.steps.gathering import MEETINGS, Gathering
 from megalite.monitor.steps.messages import Messages
 from megalite.monitor.steps.parts import parts_of
@@ -39,6 +37,8 @@ from megalite.monitor.steps.timeline import (
     steps_of,
     write_timeline,
 )
+from megalite.tracing.activity import Note, Operation, Phase
+from megalite.tracing.tape import Collective, DeviceClock, Recorded, Tape
 
 log = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from pydantic import BaseModel, ConfigDict, FiniteFloat, TypeAdapter, Validation
 
 from megalite.checkpoint.durable_files import remove
 from megalite.checkpoint.small_files import check_own_folder, make_folder, read_small_file, write_small_file
-from megalite.engine.activity import Note, Operation, Phase
-from megalite.engine.tape import Collective
+from megalite.tracing.activity import Note, Operation, Phase
+from megalite.tracing.tape import Collective
 
 FOLDER = "timeline"
 LONGEST_BYTES = 64 << 20  # of one rank's file of a step; a full tape takes about 4 MB

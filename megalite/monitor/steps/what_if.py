@@ -18,9 +18,9 @@ from megalite.monitor.steps.message_pairs import transfers, waited_s
 from megalite.monitor.steps.parts import PARTS, parts_of
 from megalite.monitor.steps.passes import TimedPass, passes_of
 from megalite.monitor.steps.timeline import RankTimeline
-from megalite.planner.schedules.passes import PassKind, Task
-from megalite.planner.schedules.simulation import PipelineTimes, makespan_of_passes, simulate_schedule
-from megalite.planner.schedules.tables import Schedule, placement, position_of
+from megalite.schedules.passes import PassKind, Task
+from megalite.schedules.simulation import PipelineTimes, makespan_of_passes, simulate_schedule
+from megalite.schedules.tables import Schedule, placement, position_of
 
 
 @dataclass(frozen=True)

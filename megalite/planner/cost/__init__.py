@@ -1,0 +1,1 @@
+"""Costs of a layout: bytes, seconds, traffic, saves."""

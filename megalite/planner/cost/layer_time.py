@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from megalite.config import ModelConfig
 from megalite.planner.cost.shapes import cut
 from megalite.planner.hardware import Cluster
-from megalite.planner.units import Additive
 from megalite.planner.workload import BYTES, TrainingWorkload
+from megalite.units import Additive
 
 MEMORY_EFFICIENCY = 0.8  # of the bandwidth on the data sheet, that kernels which only move numbers reach
 FLASH_BACKWARD = 2.5  # times the work of the forward pass: it computes the scores again (Dao 2022, section 3.1)

@@ -20,9 +20,9 @@ from megalite.planner.cost.model_states import BUCKET, MOMENTS, States, deepspee
 from megalite.planner.cost.muon import orthogonalized_numbers
 from megalite.planner.cost.offloading import activations_on_device, optimizer_on_host, without_optimizer
 from megalite.planner.cost.shapes import StageShape, cut, embedding_parameters, stages_of_job, widest_parameter
-from megalite.planner.schedules.in_flight import InFlight, most_in_flight
-from megalite.planner.schedules.tables import Schedule, placement
 from megalite.planner.workload import BYTES, TrainingWorkload
+from megalite.schedules.in_flight import InFlight, most_in_flight
+from megalite.schedules.tables import Schedule, placement
 
 MIB = 2**20
 CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 1 << 30}  # of logits at once, megalite/parallel/loss.py

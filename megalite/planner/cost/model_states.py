@@ -17,7 +17,7 @@ from megalite.planner.cost.shapes import StageShape
 from megalite.planner.workload import BYTES, TrainingWorkload
 
 MOMENTS = {"adamw": 2, "muon": 2, "sgd": 0}  # numbers per parameter; Muon keeps one of a matrix in a block
-BUCKET = 50_000_000  # numbers per gathering, megalite/engine/deepspeed_config.py; ZeRO-3's prefetch, by default
+BUCKET = 50_000_000  # numbers per gathering, megalite/engine/deepspeed/config.py; ZeRO-3's prefetch, by default
 MOST_LIVE = 1_000_000_000  # numbers that ZeRO-3 keeps gathered: stage3_max_live_parameters; also its sub-groups
 
 

@@ -1,4 +1,4 @@
-"""Costs that Muon adds to a step: the numbers it keeps one moment of, gathers and makes orthogonal (engine/muon.py)."""
+"""Costs that Muon adds to a step: the numbers that it keeps one moment of, gathers and makes orthogonal."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ from megalite.planner.cost.adapters import trained_numbers
 from megalite.planner.cost.communication_time import Ring
 from megalite.planner.cost.shapes import StageShape, cut, embedding_parameters
 from megalite.planner.cost.volumes import Moved
-from megalite.planner.schedules.simulation import LastGradients
 from megalite.planner.workload import BYTES, TrainingWorkload
+from megalite.schedules.simulation import LastGradients
 
 
 def reduction_ends_s(

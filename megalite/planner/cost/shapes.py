@@ -14,8 +14,8 @@ from functools import cached_property, lru_cache
 from megalite.config import Config, ModelConfig, ResolvedLayout
 from megalite.config.sections import PipelineSchedule
 from megalite.parallel.mesh import block_cost, head_cost, stage_boundaries
-from megalite.planner.schedules.tables import Schedule, placement, positions_by_stage
 from megalite.planner.workload import Recompute, TrainingWorkload
+from megalite.schedules.tables import Schedule, placement, positions_by_stage
 
 
 @dataclass(frozen=True)

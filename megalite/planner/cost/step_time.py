@@ -37,10 +37,10 @@ from megalite.planner.cost.overlapped_reduction import reduction_ends_s
 from megalite.planner.cost.shapes import StageShape, block_kinds, stages_of_job
 from megalite.planner.cost.volumes import Moved, data_moved, hidden_state_bytes, tensor_moved, tied_moved
 from megalite.planner.hardware import Cluster
-from megalite.planner.schedules.simulation import LastGradients, PipelineTimes, idle_of_equal_stages, last_gradients
-from megalite.planner.schedules.tables import splits_backward
-from megalite.planner.units import Additive
 from megalite.planner.workload import BYTES, ParallelLayout, TrainingWorkload
+from megalite.schedules.simulation import LastGradients, PipelineTimes, idle_of_equal_stages, last_gradients
+from megalite.schedules.tables import splits_backward
+from megalite.units import Additive
 
 # AdamW reads weight, gradient and both moments, and writes all but the gradient; Muon has one moment and an update of
 # 16 bits, which it writes and reads

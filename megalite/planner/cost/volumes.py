@@ -18,9 +18,9 @@ from itertools import pairwise
 from megalite.planner.cost.adapters import trained_numbers
 from megalite.planner.cost.muon import gathered_over_replicas, gathered_over_tensor_ranks
 from megalite.planner.cost.shapes import StageShape, embedding_parameters
-from megalite.planner.schedules.tables import placement
-from megalite.planner.units import Additive
 from megalite.planner.workload import BYTES, TrainingWorkload
+from megalite.schedules.tables import placement
+from megalite.units import Additive
 
 INTEGER_BYTES = 8  # positions and sample numbers travel as int64
 KEPT_BY_ZERO_3 = 1_000_000_000  # parameters; DeepSpeed's default of stage3_max_reuse_distance

@@ -1,0 +1,1 @@
+"""The order of hosts for a layout, by the traffic between them."""

@@ -1,0 +1,1 @@
+"""Goodput of long runs, as a model and as a simulation."""

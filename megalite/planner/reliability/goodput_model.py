@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from megalite.planner.reliability.checkpoints import (
+from megalite.planner.cost.checkpoints import (
     Save,
     Storage,
     expected_ettr,
@@ -19,7 +19,7 @@ from megalite.planner.reliability.checkpoints import (
     time_shares,
     young_interval_s,
 )
-from megalite.planner.reliability.failure_rates import (
+from megalite.planner.failure_rates import (
     DEFAULT_RATE,
     GPUS_PER_NODE,
     HOURS_PER_DAY,

@@ -16,8 +16,8 @@ from random import Random
 from statistics import fmean, stdev
 
 from megalite.config import ConfigError
-from megalite.planner.reliability.checkpoints import Save
-from megalite.planner.reliability.failure_rates import DEFAULT_RATE
+from megalite.planner.cost.checkpoints import Save
+from megalite.planner.failure_rates import DEFAULT_RATE
 
 DAY_S, HOUR_S = 86400.0, 3600.0
 MOST_FAILURES = 1_000_000  # some seconds

@@ -14,7 +14,7 @@ from megalite.parallel.collectives import TensorParallel
 from megalite.parallel.layers import SerialModel
 from megalite.parallel.loss import head_logits
 from tests.helpers.hub_models import HubModel, disk_tensors
-from tests.unit.data_pipeline.test_best_fit import samples_of
+from tests.unit.data_pipeline.samples.test_best_fit import samples_of
 from tests.unit.models.families.test_families import options_of, our_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_pipeline.order import RoundKeys, epoch_key, permuted_index, permuted_range
+from data_pipeline.samples.order import RoundKeys, epoch_key, permuted_index, permuted_range
 
 
 def permutation(size: int, key: RoundKeys) -> list[int]:

@@ -13,10 +13,7 @@ import pytest
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
-from data_pipeline.best_fit import BestFitSamples
-from data_pipeline.dataset import PackedSamples
 from data_pipeline.errors import DataError
-from data_pipeline.indexed import IndexedTokens, IndexedWriter
 from data_pipeline.loader import (
     IGNORED_TARGET,
     BatchPlan,
@@ -25,10 +22,13 @@ from data_pipeline.loader import (
     global_batch,
     prefetched_batches,
 )
-from data_pipeline.mix import Mix, MixedSamples, MixStage
-from data_pipeline.packing_plan import PackingRequest, write_plan
+from data_pipeline.samples.best_fit import BestFitSamples
+from data_pipeline.samples.dataset import PackedSamples
+from data_pipeline.samples.mix import Mix, MixedSamples, MixStage
+from data_pipeline.samples.packing_plan import PackingRequest, write_plan
+from data_pipeline.storage.indexed import IndexedTokens, IndexedWriter
 from tests.helpers.small_corpora import SMALL_CORPORA, SmallCorpora
-from tests.unit.data_pipeline.test_dataset import EOS, give_meta, numbered_documents
+from tests.unit.data_pipeline.samples.test_dataset import EOS, give_meta, numbered_documents
 
 
 @pytest.fixture

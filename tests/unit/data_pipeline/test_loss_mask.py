@@ -15,16 +15,16 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_pipeline.best_fit import BestFitSamples
-from data_pipeline.dataset import PackedSamples, Samples, TooLong
 from data_pipeline.errors import DataError
-from data_pipeline.files import sha256_of_file
-from data_pipeline.indexed import IndexedTokens, IndexedWriter
 from data_pipeline.loader import IGNORED_TARGET, BatchPlan, global_batch
-from data_pipeline.loss_file import LossWriter, loss_path
-from data_pipeline.meta import CorpusMeta
-from data_pipeline.opening import content_digests, matching_meta
-from data_pipeline.packing_plan import PackingRequest, write_plan
+from data_pipeline.samples.best_fit import BestFitSamples
+from data_pipeline.samples.dataset import PackedSamples, Samples, TooLong
+from data_pipeline.samples.opening import content_digests, matching_meta
+from data_pipeline.samples.packing_plan import PackingRequest, write_plan
+from data_pipeline.storage.files import sha256_of_file
+from data_pipeline.storage.indexed import IndexedTokens, IndexedWriter
+from data_pipeline.storage.loss_file import LossWriter, loss_path
+from data_pipeline.storage.meta import CorpusMeta
 from tests.helpers.hub_models import HubModel, disk_tensors
 from tests.unit.data_pipeline.test_best_fit_loss import packed_loss
 from tests.unit.models.families.test_families import options_of, our_model

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from launch.huggingface.serial_model import global_shapes
+from launch.conversion.huggingface.serial_model import global_shapes
 from megalite.config import ModelConfig
 from megalite.parallel.collectives import TensorParallel
 from megalite.parallel.layers import BlockInput, SerialModel, make_layer, named_shards

@@ -23,7 +23,7 @@ from torch import Tensor
 from launch.checkpoints.difference import difference
 from launch.checkpoints.report import age_text
 from launch.checkpoints.summary import age_seconds
-from launch.trainer.run_folder import lock_run_folder
+from launch.trainer.start.run_folder import lock_run_folder
 from megalite.checkpoint.engine_state import load_engine
 from megalite.checkpoint.huggingface import folder as hugging_face
 from megalite.checkpoint.manifest import WEIGHT, Manifest, entry

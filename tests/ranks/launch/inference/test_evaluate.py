@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from data_pipeline.prepare.prepare import prepare
-from data_pipeline.tokenizer import train_tokenizer
+from data_pipeline.tokenizers.training import train_tokenizer
 from launch.cli.app import main
 from launch.errors import USER_ERRORS, LaunchError
 from launch.inference.evaluate import Evaluation, evaluate

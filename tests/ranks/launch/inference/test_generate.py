@@ -20,10 +20,10 @@ import tokenizers
 import torch
 import transformers
 
-from data_pipeline.tokenizer import train_tokenizer
+from data_pipeline.tokenizers.training import train_tokenizer
 from launch.cli.app import main
+from launch.conversion.huggingface.importing import import_hugging_face
 from launch.errors import USER_ERRORS
-from launch.huggingface.importing import import_hugging_face
 from launch.inference import session as inference
 from launch.inference.generate import CUT_CHARACTER, GenerateRequest, TextStream, generate, generations, run
 from launch.inference.session import ModelPlacement, load

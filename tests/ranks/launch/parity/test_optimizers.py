@@ -16,10 +16,11 @@ from torch import Tensor
 
 from launch.parity.layout import ParityLayout
 from launch.parity.verify import References, Session
-from megalite.engine import muon, optimizers
-from megalite.engine.gradient_reduction import GradientReducer
-from megalite.engine.muon import OwnPartition
-from megalite.engine.partitioned_step import PartitionedStep
+from megalite.engine.optimizers import build as optimizers
+from megalite.engine.optimizers import muon
+from megalite.engine.optimizers.muon import OwnPartition
+from megalite.engine.reduction.gradient_reduction import GradientReducer
+from megalite.engine.reduction.partitioned_step import PartitionedStep
 from tests.helpers import defects
 from tests.helpers.odd_sizes import TIMEOUT_S, explain, problem, references_of
 

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_pipeline.indexed import IndexedWriter
+from data_pipeline.storage.indexed import IndexedWriter
 from launch.inference.scored_data import EvaluateRequest
 from launch.inference.session import ModelPlacement
-from launch.trainer.packing import pack_data
+from launch.trainer.data.packing import pack_data
 from megalite.config import Config
 from tests.conftest import VOCAB_SIZE
 from tests.helpers.commands import metrics

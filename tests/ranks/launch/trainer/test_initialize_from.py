@@ -19,15 +19,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from data_pipeline.tokenizer import train_tokenizer
+from data_pipeline.tokenizers.training import train_tokenizer
+from launch.conversion.huggingface import hub_folder
+from launch.conversion.huggingface.importing import import_hugging_face
+from launch.conversion.huggingface.model_folder import open_model_folder
 from launch.errors import LaunchError
-from launch.huggingface import hub_folder
-from launch.huggingface.importing import import_hugging_face
-from launch.huggingface.model_folder import open_model_folder
 from launch.inference.stored_model import open_stored
-from launch.trainer.data import open_data
-from launch.trainer.resume import Start, find_start
-from launch.trainer.run_config import load_run_config
+from launch.trainer.data.opening import open_data
+from launch.trainer.start.resume import Start, find_start
+from launch.trainer.start.run_config import load_run_config
 from megalite.checkpoint.engine_state import load_engine
 from megalite.checkpoint.errors import CheckpointError
 from megalite.config import Config, ConfigError, ModelConfig

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
-from megalite.engine import deepspeed_internals as seams
+from megalite.engine.deepspeed import internals as seams
 from tests.helpers.rank_pool import run_fresh_ranks
 
 WIDTH = 5
@@ -202,7 +202,8 @@ def test_offloaded_zero_2_adds_to_the_step_before_too() -> None:
 
 def test_zero_2_keeps_the_memory_of_large_gradients_only_where_it_offloads() -> None:
     """With `overlap_comm` runtime/zero/stage_1_and_2.py sums a gradient that is larger than a bucket on a stream of its
-    own, where nothing tells the allocator of it, and drops it at once: megalite/config/rules.py. CPUs have no streams.
+    own, where nothing tells the allocator of it, and drops it at once: megalite/config/rules/rules.py. CPUs have no
+    streams.
     """
     recorded = inspect.getsource(DeepSpeedZeroOptimizer._record_gradient_stream)
     summed = inspect.getsource(DeepSpeedZeroOptimizer.average_tensor)

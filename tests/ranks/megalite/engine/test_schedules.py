@@ -17,8 +17,8 @@ import pytest
 from megalite.checkpoint.engine_state import load_engine
 from megalite.checkpoint.manifest import find_latest
 from megalite.checkpoint.reader import CheckpointReader
-from megalite.engine.pipeline_runtime import ProgramRun
-from megalite.planner.schedules.program import Compute
+from megalite.engine.pipeline.pipeline_runtime import ProgramRun
+from megalite.schedules.program import Compute
 from tests.helpers.engine_cases import Batch, Case, assemble, engine_of, global_batches, local_weights, micro_batches_of
 from tests.helpers.rank_pool import RankFailure, run_fresh_ranks, run_ranks
 from tests.helpers.saving import save

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import megalite.engine.stages as stages
-from megalite.config.pipeline_rules import FOLDED
+from megalite.config.rules.pipeline import FOLDED
 from megalite.engine.engine import Engine
 from megalite.engine.parameter_state import moment_names, optimizer_step_count, read_parameter
 from megalite.engine.step_result import StepResult

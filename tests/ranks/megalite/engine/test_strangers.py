@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from launch.runtime.local_ranks import free_port
-from megalite.engine.errors import MessageRefused, RendezvousFailed
-from megalite.engine.meeting_place import SECRET, new_secret
+from megalite.distributed.errors import MessageRefused, RendezvousFailed
+from megalite.distributed.store_address import SECRET, new_secret
 
 LIMIT = timedelta(seconds=60)
 
@@ -33,8 +33,8 @@ class Payload:
 def _rank(folder: Path, rank: int, port: int, secret: str) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", SECRET: secret}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    from megalite.engine.distributed import check_members, start_distributed
-    from megalite.engine.rendezvous import Rendezvous
+    from megalite.distributed.rendezvous import Rendezvous
+    from megalite.engine.deepspeed.process_groups import check_members, start_distributed
 
     rendezvous = Rendezvous(LIMIT)
     if rank:  # it is late, as on a host that is slower
@@ -67,7 +67,7 @@ def _stranger(folder: Path, port: int, sends: str) -> None:
     if sends == "a pickle":
         dist.all_gather_object([None, None], Payload(folder / "ran"))  # noqa: TID251 - the attack itself
     else:
-        from megalite.engine.agreement import from_all_ranks
+        from megalite.distributed.agreement import from_all_ranks
 
         from_all_ranks("0" * 64, str)
 

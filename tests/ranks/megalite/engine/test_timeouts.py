@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from megalite.checkpoint.saver import LONGEST_SAVE, Saver
-from megalite.engine import deepspeed_internals as seams
-from megalite.engine.distributed import group_timeout, share_timeout
+from megalite.engine.deepspeed import internals as seams
+from megalite.engine.deepspeed.process_groups import group_timeout, share_timeout
 from megalite.parallel.mesh import Mesh
 from megalite.resilience.stop_requests import StopRequests
 from tests.helpers.engine_cases import Case, engine_of, global_batches, micro_batches_of

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.engine import activity, tape
 from megalite.engine.engine import Engine
 from megalite.monitor.steps import slow_ranks
 from megalite.monitor.steps.breakdown import COLUMN
@@ -23,6 +22,7 @@ from megalite.monitor.steps.gathering import Gathering
 from megalite.monitor.steps.parts import PARTS
 from megalite.monitor.steps.slow_ranks import SlowRank
 from megalite.monitor.steps.timeline import step_folder, steps_of
+from megalite.tracing import activity, tape
 from models.decoder import DecoderBlock
 from tests.helpers.engine_cases import Case, engine_of, global_batches, micro_batches_of
 from tests.helpers.kept_timelines import read_step

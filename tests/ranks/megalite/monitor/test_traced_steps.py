@@ -13,13 +13,13 @@ import torch.distributed as dist
 from launch.inspection.timelines import read_kept_step
 from launch.inspection.trace import write_trace
 from megalite.config import Config
-from megalite.engine.activity import Operation, Phase
 from megalite.engine.engine import Engine
 from megalite.monitor.steps.passes import passes_of
 from megalite.monitor.steps.recorder import StepRecorder
 from megalite.monitor.steps.what_if import what_if
-from megalite.planner.schedules.program import Send, training_programs
-from megalite.planner.schedules.tables import Schedule
+from megalite.schedules.program import Send, training_programs
+from megalite.schedules.tables import Schedule
+from megalite.tracing.activity import Operation, Phase
 from tests.helpers.engine_cases import Case, engine_of, global_batches, micro_batches_of
 from tests.helpers.rank_pool import run_ranks
 from tests.helpers.sound_trace import check_sound, read_trace

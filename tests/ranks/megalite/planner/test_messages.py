@@ -22,7 +22,7 @@ CASES = [
 
 def count(rank: int, case: Case) -> int:
     """Returns the most messages beside inputs and outputs of chunks while most micro-batches are alive."""
-    from megalite.engine.pipeline_runtime import ProgramRun
+    from megalite.engine.pipeline.pipeline_runtime import ProgramRun
 
     found: dict[int, int] = {}
     record = ProgramRun._record_pass

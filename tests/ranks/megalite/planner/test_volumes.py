@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite.config import Config, resolve_layout
-from megalite.engine.communication_meter import CommunicationMeter
-from megalite.engine.tape import Tape
+from megalite.monitor.steps.communication_meter import CommunicationMeter
 from megalite.parallel.mesh import Mesh
 from megalite.planner.cost.shapes import ChunkBlocks, StageShape, stages_of
 from megalite.planner.cost.volumes import Moved, Traffic, Volumes, traffic, volumes
 from megalite.planner.workload import TrainingWorkload
+from megalite.tracing.tape import Tape
 from tests.helpers.engine_cases import Case, engine_of, global_batches, micro_batches_of
 from tests.helpers.rank_pool import run_ranks
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from megalite.config import Config, resolve_layout
 from megalite.config.sections import GuardsConfig
 from megalite.engine.build import build_engine
-from megalite.engine.deepspeed_internals import loss_scaler_state, set_loss_scaler_state
+from megalite.engine.deepspeed.internals import loss_scaler_state, set_loss_scaler_state
 from megalite.engine.engine import Engine
 from megalite.engine.step_result import Readback, StepResult
 from megalite.resilience.guards import Action, Guard, Intervention

@@ -15,7 +15,7 @@ from megalite.checkpoint.manifest import Manifest
 from megalite.checkpoint.saver import Saved
 from megalite.config import Config, resolve_layout
 from megalite.engine.build import build_engine
-from megalite.engine.deepspeed_internals import fp32_fragment, resident_weights
+from megalite.engine.deepspeed.internals import fp32_fragment, resident_weights
 from megalite.engine.engine import Engine
 from megalite.monitor.observer import Observer
 from megalite.resilience import replica_check as replicas

@@ -15,7 +15,7 @@ import pytest
 from megalite.checkpoint.engine_state import load_engine
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.engine.engine import Engine
-from megalite.engine.optimizers import moments_of
+from megalite.engine.optimizers.build import moments_of
 from megalite.engine.parameter_state import moment_names, optimizer_step_count, read_parameter
 from tests.helpers.engine_cases import Case, engine_of, global_batches, micro_batches_of
 from tests.helpers.planting import Plant, planted

@@ -30,11 +30,11 @@ from launch.errors import HUNG_CODE
 from launch.runtime.local_ranks import free_port
 from megalite.config import resolve_layout
 from megalite.config.sections import WatchdogConfig
-from megalite.engine.activity import Activity, FinishedSpan, Phase, Span
 from megalite.parallel.mesh import Mesh
 from megalite.resilience import watchdog as watchdog_module
 from megalite.resilience.rank_registry import FOLDER, RankFile, forget, look_for
 from megalite.resilience.watchdog import Limits, Watchdog, agree_on_launch, leave_within, lost_connection
+from megalite.tracing.activity import Activity, FinishedSpan, Phase, Span
 from tests.helpers.engine_cases import Case, global_batches, micro_batches_of
 from tests.helpers.rank_pool import run_ranks  # and its server, which all ranks are forked from
 
@@ -125,7 +125,7 @@ def _rank(rank: int, port: int, scenario: Scenario) -> None:
     with (scenario.run_dir / f"stderr_{rank}").open("wb") as stderr:
         os.dup2(stderr.fileno(), 2)
     sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
-    from megalite.engine.distributed import start_distributed
+    from megalite.engine.deepspeed.process_groups import start_distributed
 
     torch.set_num_threads(1)
     start_distributed(rank)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
 
-from data_pipeline.tokenizer_reading import load_tokenizer
+from data_pipeline.tokenizers.reading import load_tokenizer
 
 _CHATML_TURN = "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
 _CHATML_PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"

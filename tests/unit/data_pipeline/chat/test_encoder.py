@@ -20,7 +20,7 @@ from data_pipeline.chat.encoder import ChatEncoder, chat_encoder
 from data_pipeline.errors import DataError
 from data_pipeline.prepare.cutting import TextPiece
 from data_pipeline.prepare.encoding import EncodedPiece
-from data_pipeline.tokenizer_reading import inspect_tokenizer, load_tokenizer
+from data_pipeline.tokenizers.reading import inspect_tokenizer, load_tokenizer
 from tests.unit.data_pipeline.chat.templates import ENDS, TEMPLATES, write_tokenizer
 
 Encoder = Callable[..., ChatEncoder]

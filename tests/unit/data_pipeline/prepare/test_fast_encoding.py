@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
 from data_pipeline.errors import DataError
-from data_pipeline.meta import read_meta
 from data_pipeline.prepare import character_probe, encoder_check, fast_encoding
 from data_pipeline.prepare.cutting import TextPiece
 from data_pipeline.prepare.encoding import SpecialTokens, TextEncoder
@@ -21,8 +20,9 @@ from data_pipeline.prepare.fill_in_the_middle import FillInTheMiddle
 from data_pipeline.prepare.plan import PrepareOptions
 from data_pipeline.prepare.prepare import PrepareProgress, prepare
 from data_pipeline.sources import open_sources
-from data_pipeline.tokenizer import train_tokenizer
-from data_pipeline.tokenizer_reading import inspect_tokenizer
+from data_pipeline.storage.meta import read_meta
+from data_pipeline.tokenizers.reading import inspect_tokenizer
+from data_pipeline.tokenizers.training import train_tokenizer
 from tests.unit.data_pipeline.prepare.test_cutting import CODE, TEXTS, built, byte_level, mixed_text
 
 pytest.importorskip("gigatoken", reason="the extra [fast] is not installed")

@@ -9,11 +9,11 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
 
 from data_pipeline.errors import DataError
-from data_pipeline.indexed import IndexedTokens
-from data_pipeline.meta import read_meta
 from data_pipeline.prepare.plan import PrepareOptions
 from data_pipeline.prepare.prepare import PrepareProgress, prepare
-from data_pipeline.tokenizer import train_tokenizer
+from data_pipeline.storage.indexed import IndexedTokens
+from data_pipeline.storage.meta import read_meta
+from data_pipeline.tokenizers.training import train_tokenizer
 
 INJECTED = "one <|endoftext|> two"
 

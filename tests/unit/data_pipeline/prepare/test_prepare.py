@@ -19,16 +19,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_pipeline.dataset import PackedSamples
 from data_pipeline.errors import DataError
-from data_pipeline.indexed import IndexedTokens
-from data_pipeline.meta import read_meta
 from data_pipeline.prepare.plan import USUAL_OPTIONS, PrepareOptions
 from data_pipeline.prepare.prepare import PrepareProgress, prepare
+from data_pipeline.samples.dataset import PackedSamples
 from data_pipeline.sources import open_sources
 from data_pipeline.sources.text import TextFile
-from data_pipeline.tokenizer import train_tokenizer, trained_tokenizer
-from data_pipeline.tokenizer_reading import inspect_tokenizer
+from data_pipeline.storage.indexed import IndexedTokens
+from data_pipeline.storage.meta import read_meta
+from data_pipeline.tokenizers.reading import inspect_tokenizer
+from data_pipeline.tokenizers.training import train_tokenizer, trained_tokenizer
 
 REPOSITORY = Path(__file__).parents[4]
 

@@ -22,7 +22,7 @@ from launch.cli.app import app
 from launch.errors import LaunchError
 from launch.runtime.checkout import git_state
 from launch.runtime.logs import LEVEL, configure_logging
-from launch.trainer.layout_table import layout_rows
+from launch.trainer.start.layout_table import layout_rows
 from megalite.config import load_config, resolve_layout
 from tests.conftest import write_config
 from tests.helpers.commands import command_line

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from launch.cli.app import app
 from launch.cli.config import explain
 from launch.errors import LaunchError
-from launch.trainer.run_config import load_run_config
+from launch.trainer.start.run_config import load_run_config
 from megalite.config import Config, load_config
 from megalite.config.suggestions import option_paths
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from data_pipeline.mix import MixedSamples
+from data_pipeline.samples.mix import MixedSamples
 from launch.cli.app import app
 from launch.errors import LaunchError
-from launch.trainer.data import open_training
+from launch.trainer.data.opening import open_training
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.manifest import MANIFEST, Manifest
 from megalite.config import Config

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_pipeline.indexed import IndexedWriter
+from data_pipeline.storage.indexed import IndexedWriter
 from tests.conftest import VOCAB_SIZE, write_config
 from tests.unit.launch.cli.test_mistakes import command
 

@@ -59,7 +59,7 @@ def own_checkpoint(**saved: Any) -> Change:
     """The run's own checkpoint, made by a run that differed in one thing."""
 
     def change(config: dict[str, Any], folder: Path) -> list[str]:
-        from data_pipeline.dataset import PackedSamples
+        from data_pipeline.samples.dataset import PackedSamples
 
         length, prefix = config["training"]["sequence_length"], Path(config["data"]["path"])
         fingerprint = PackedSamples([prefix], length, 0, "train", config["data"]["held_out_fraction"]).fingerprint
@@ -271,7 +271,7 @@ def test_the_environment_may_ask_for_a_gpu_that_is_not_there(
     tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = write_config(tmp_path / "config.yaml", tiny)
-    monkeypatch.setattr("launch.trainer.start_checks.gpu_count", lambda: 0)
+    monkeypatch.setattr("launch.trainer.start.checks.gpu_count", lambda: 0)
     monkeypatch.setenv("DS_ACCELERATOR", "cuda")
     for arguments in (["train"], ["train", "--dry-run"]):
         code, _, err = command([*arguments, str(path)], monkeypatch, capfd)
@@ -281,10 +281,10 @@ def test_the_environment_may_ask_for_a_gpu_that_is_not_there(
 def test_a_known_bad_combination_is_one_sentence_too(
     tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The rows themselves: tests/unit/megalite/config/test_known_bad.py."""
+    """The rows themselves: tests/unit/megalite/config/rules/test_known_bad.py."""
     path = write_config(tmp_path / "config.yaml", tiny)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    monkeypatch.setattr("launch.trainer.start_checks.installed_versions", lambda: {"deepspeed": "0.19.2"})
+    monkeypatch.setattr("launch.trainer.start.checks.installed_versions", lambda: {"deepspeed": "0.19.2"})
     for arguments in (["train"], ["train", "--dry-run"]):
         code, out, err = command([*arguments, str(path), "parallel.pipeline_parallel_size=2"], monkeypatch, capfd)
         assert code == 2 and not out

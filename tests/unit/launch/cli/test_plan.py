@@ -19,10 +19,10 @@ from launch import output
 from launch.cli import plan_layouts as layouts_command
 from launch.errors import LaunchError
 from launch.parity.verify import make_plan
-from launch.planning import cluster as places
 from launch.planning.tables.layouts import row_of
-from launch.trainer.run_config import load_run_config
-from launch.trainer.start_checks import choose_layout
+from launch.prediction import cluster as places
+from launch.trainer.start.checks import choose_layout
+from launch.trainer.start.run_config import load_run_config
 from megalite.config import resolve_layout
 from megalite.planner.hardware import read_cluster
 from megalite.planner.search import divisors, search

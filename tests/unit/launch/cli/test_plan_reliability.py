@@ -19,12 +19,12 @@ from launch import output
 from launch.cli.plan import plan_app
 from launch.cli.plan_reliability import parse_gpus
 from launch.errors import LaunchError
-from launch.planning.cluster import nodes_of
 from launch.planning.prediction_by_size import COMMUNICATION, job_on, step_on
-from launch.trainer.run_config import load_run_config
+from launch.prediction.cluster import nodes_of
+from launch.trainer.start.run_config import load_run_config
 from megalite.config import ConfigError
+from megalite.planner.failure_rates import LLAMA_3, OBSERVATIONS, Components
 from megalite.planner.hardware import find_accelerator
-from megalite.planner.reliability.failure_rates import LLAMA_3, OBSERVATIONS, Components
 from megalite.planner.reliability.goodput_model import Reliability, at_scale
 from megalite.planner.search import search
 from tests.conftest import write_config

@@ -10,7 +10,7 @@ import pytest
 from launch.cluster.doctor.findings import Finding, Severity
 from launch.cluster.host_selection import Choice, check_memory_of_hosts, choose_hosts, wanted_ranks
 from launch.errors import LaunchError
-from launch.planning.memory_check import forecast_memory
+from launch.prediction.memory_check import forecast_memory
 from launch.runtime.hostfile import Host
 from launch.runtime.local_ranks import MALLOC_TUNABLES
 from megalite.config import Config, ConfigError, resolve_layout

@@ -16,7 +16,7 @@ from launch.experiments import running
 from launch.experiments.comparison import compare
 from launch.experiments.running import SeriesResults, run_series
 from launch.experiments.series import RunSeries, SeriesPoint
-from launch.trainer.start_checks import CheckedRun
+from launch.trainer.start.checks import CheckedRun
 from tests.conftest import write_config
 from tests.unit.launch.experiments.conftest import MeasuredRun
 

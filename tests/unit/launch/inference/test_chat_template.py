@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from data_pipeline.chat import renderer
-from data_pipeline.tokenizer_reading import HubTokenizer
+from data_pipeline.tokenizers.reading import HubTokenizer
 from launch.errors import LaunchError
 from launch.inference import generate
 from launch.inference.chat_template import Dialogue

@@ -11,7 +11,7 @@ from launch.errors import USER_ERRORS
 from launch.inference.scored_data import EvaluateRequest, Prepared, scored_data
 from launch.inference.session import ModelPlacement
 from launch.inference.stored_model import StoredModel
-from launch.trainer.packing import pack_data
+from launch.trainer.data.packing import pack_data
 from megalite.config import Config
 
 

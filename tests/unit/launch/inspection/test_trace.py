@@ -22,8 +22,8 @@ from launch.inspection.trace import write_trace
 from megalite.monitor.steps.timeline import RankTimeline, step_folder, write_timeline
 from megalite.monitor.steps.what_if import what_if
 from megalite.planner.cost.step_time import StepTime
-from megalite.planner.schedules.simulation import PipelineTimes, simulate_schedule
-from megalite.planner.schedules.tables import Schedule
+from megalite.schedules.simulation import PipelineTimes, simulate_schedule
+from megalite.schedules.tables import Schedule
 from tests.helpers.simulated_ranks import ranks_of
 from tests.helpers.sound_trace import check_sound, read_trace
 from tests.unit.launch.inspection.conftest import MakeRun

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from launch.errors import LaunchError
 from launch.planning import calibration
-from launch.planning import hardware_catalogue as user_hardware
 from launch.planning.calibration import fit, minimize, read_run
-from launch.planning.hardware_catalogue import add_to_user_file, known_hardware
-from launch.planning.prediction import Prediction, SessionMeasurement
-from launch.planning.this_machine import Machine
+from launch.prediction import hardware_catalogue as user_hardware
+from launch.prediction.hardware_catalogue import add_to_user_file, known_hardware
+from launch.prediction.prediction import Prediction, SessionMeasurement
+from launch.prediction.this_machine import Machine
 from megalite.checkpoint.durable_files import write_durably
 from megalite.config import Config, ConfigError, resolve_layout
 from megalite.planner.hardware import ClusterFile, catalogue, cluster_of, find_link, read_cluster

@@ -29,7 +29,7 @@ from launch.runtime.hostfile import Host, hostfile_text, include_filter, read_ho
 from launch.runtime.import_path import import_variables
 from launch.runtime.modules import DEEPSPEED_RUNNER, python_command
 from launch.runtime.rank_environment import read_rank
-from launch.trainer.run_config import load_run_config
+from launch.trainer.start.run_config import load_run_config
 from tests.conftest import write_config
 from tests.helpers.canaries import loaded_from, plant
 

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 from launch.runtime.local_ranks import ALLOCATOR_OPTIONS, rank_environment
-from launch.trainer.rank_devices import devices_of_ranks
+from launch.trainer.start.rank_devices import devices_of_ranks
 from megalite.config import ConfigError, LaunchConfig
-from megalite.engine.meeting_place import FOLDER, is_private
+from megalite.distributed.store_address import FOLDER, is_private
 from megalite.resilience.signals import INTERRUPT_REPEAT_S, REPEAT_S
 from tests.e2e.test_supervise import MARK, marked, wait_until
 from tests.helpers.commands import ROOT
@@ -179,12 +179,12 @@ def test_a_rank_that_was_started_for_a_gpu_does_not_compute_on_the_cpu(monkeypat
     """DeepSpeed takes a CPU where torch finds no GPU, so a driver that is too old has made a CPU run, silently."""
     from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 
-    from megalite.engine.distributed import start_distributed
+    from megalite.engine.deepspeed.process_groups import start_distributed
 
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     for on_gpu, accelerator in ((True, "cuda"), (False, "cpu")):
         assert rank_environment(LaunchConfig(), 2, on_gpu=on_gpu)[0]["DS_ACCELERATOR"] == accelerator
-    monkeypatch.setattr("megalite.engine.distributed.get_accelerator", CUDA_Accelerator)
+    monkeypatch.setattr("megalite.engine.deepspeed.process_groups.get_accelerator", CUDA_Accelerator)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"DS_ACCELERATOR is cuda, and torch .* can use no GPU here: compare"):
         start_distributed(0)
@@ -198,8 +198,8 @@ def test_a_rank_that_torch_puts_on_the_cpu_beside_gpus_says_so(
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     if chosen is not None:
         monkeypatch.setenv("DS_ACCELERATOR", chosen)
-    monkeypatch.setattr("launch.trainer.rank_devices.gpu_count", lambda: gpus)
+    monkeypatch.setattr("launch.trainer.start.rank_devices.gpu_count", lambda: gpus)
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
-    monkeypatch.setattr("megalite.engine.agreement.from_all_ranks", lambda own, kind: [own])
+    monkeypatch.setattr("megalite.distributed.agreement.from_all_ranks", lambda own, kind: [own])
     assert [one.allocator.kind for one in devices_of_ranks("cpu")] == ["cpu"]
     assert ("torch cannot use the 2 GPUs that the driver names" in caplog.text) == warned

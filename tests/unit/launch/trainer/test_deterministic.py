@@ -16,7 +16,7 @@ import launch.train
 from launch.runtime.rank_environment import Rank
 from launch.runtime.startup_progress import StartupProgress
 from megalite.config import Config
-from megalite.engine import distributed
+from megalite.engine.deepspeed import process_groups as distributed
 
 
 class _JoiningError(Exception):

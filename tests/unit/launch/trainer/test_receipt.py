@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from launch.trainer.run_folder import write_receipt
+from launch.trainer.start.run_folder import write_receipt
 from megalite.config import Config, resolve_layout
 from megalite.monitor.events import EventLog
 

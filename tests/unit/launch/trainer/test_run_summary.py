@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from launch.planning.prediction import Prediction
-from launch.planning.this_machine import MeasurementLimits, describe_machine
+from launch.prediction.prediction import Prediction
+from launch.prediction.this_machine import MeasurementLimits, describe_machine
 from launch.runtime.rank_environment import Rank
-from launch.trainer.data import open_data
-from launch.trainer.resume import RunSetup, Start
+from launch.trainer.data.opening import open_data
 from launch.trainer.run_summary import (
     prediction_facts,
     prediction_lines,
@@ -25,8 +24,9 @@ from launch.trainer.run_summary import (
     warning_of_room,
     warning_of_warmup,
 )
-from launch.trainer.start_checks import find_position
-from launch.trainer.start_flags import NO_FLAGS
+from launch.trainer.start.checks import find_position
+from launch.trainer.start.flags import NO_FLAGS
+from launch.trainer.start.resume import RunSetup, Start
 from megalite.config import Config, resolve_layout
 from megalite.planner.cost.shapes import parameters
 from tests.unit.launch.cli.test_mistakes import own_checkpoint

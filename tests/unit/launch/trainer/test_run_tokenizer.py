@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from data_pipeline.tokenizer import train_tokenizer
-from data_pipeline.tokenizer_reading import inspect_tokenizer
+from data_pipeline.tokenizers.reading import inspect_tokenizer
+from data_pipeline.tokenizers.training import train_tokenizer
 from launch.errors import LaunchError
-from launch.trainer.data import open_data
-from launch.trainer.resume import Start, checkpoints_of, find_start
+from launch.trainer.data.opening import open_data
 from launch.trainer.run_tokenizer import keep_tokenizer, tokenizer_in_manifests
-from launch.trainer.start_checks import position_without_lock
-from launch.trainer.start_flags import NO_FLAGS
+from launch.trainer.start.checks import position_without_lock
+from launch.trainer.start.flags import NO_FLAGS
+from launch.trainer.start.resume import Start, checkpoints_of, find_start
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.manifest import MANIFEST, find_latest, read_manifest
 from megalite.config import Config

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from launch.trainer.data import open_data, training_batches
-from launch.trainer.run_mix import FollowedMix
+from launch.trainer.data.opening import open_data, training_batches
+from launch.trainer.data.run_mix import FollowedMix
 from megalite.config import Config
 from megalite.config.layout import resolve_layout
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.trainer.run_config import load_run_config
+from launch.trainer.start.run_config import load_run_config
 from megalite.config import ConfigError
 from megalite.config.known_models import known_models, names_near, run_of
 from megalite.planner.cost.shapes import parameters

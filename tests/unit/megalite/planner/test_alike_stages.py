@@ -15,11 +15,11 @@ from megalite.planner.cost import shapes
 from megalite.planner.cost.memory import CPU, CUDA, memory_of
 from megalite.planner.cost.shapes import stage_shapes
 from megalite.planner.cost.step_time import step_time
-from megalite.planner.schedules import simulation
-from megalite.planner.schedules.in_flight import moments_of, most_in_flight
-from megalite.planner.schedules.simulation import PipelineTimes, last_gradients
-from megalite.planner.schedules.tables import Schedule
 from megalite.planner.workload import ParallelLayout, TrainingWorkload
+from megalite.schedules import simulation
+from megalite.schedules.in_flight import moments_of, most_in_flight
+from megalite.schedules.simulation import PipelineTimes, last_gradients
+from megalite.schedules.tables import Schedule
 
 DENSE: dict[str, Any] = {
     "vocab_size": 50_257,

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalite.config import Config
+from megalite.planner.cost.checkpoints import Save, planned_interval_s
+from megalite.planner.failure_rates import mtbf_hours
 from megalite.planner.outlook import RunOutlook, outlook_of, reliability_of
-from megalite.planner.reliability.checkpoints import Save, planned_interval_s
-from megalite.planner.reliability.failure_rates import mtbf_hours
 from megalite.planner.run_length import RunLength, run_length
 from megalite.planner.workload import ParallelLayout, TrainingWorkload
 

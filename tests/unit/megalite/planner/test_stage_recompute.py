@@ -16,9 +16,9 @@ from megalite.planner.choice import RECOMPUTE_MODES, ROOMY
 from megalite.planner.cost.shapes import recompute_of_blocks, stages_of
 from megalite.planner.cost.step_time import step_time
 from megalite.planner.hardware import Cluster
-from megalite.planner.schedules.in_flight import most_in_flight
 from megalite.planner.search import RECOMPUTE, fitted, needs
 from megalite.planner.workload import ParallelLayout, Recompute, TrainingWorkload
+from megalite.schedules.in_flight import most_in_flight
 
 FREE = frozenset({RECOMPUTE})
 # so few tokens that embedding and head, on the ends, weigh next to nothing

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.planner.reliability.checkpoints import Save, best_interval_s, planned_interval_s
+from megalite.planner.cost.checkpoints import Save, best_interval_s, planned_interval_s
 from megalite.resilience.checkpoint_interval import FailureHistory, IntervalPlanner
 
 

@@ -18,16 +18,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megalite.config import ConfigError
-from megalite.engine.activity import NOBODY, RING, Activity, Note, Operation, Peers, Phase
-from megalite.engine.pipeline_runtime import ProgramRun, StageContext
-from megalite.engine.stage_messages import MessageLayout
+from megalite.engine.pipeline.pipeline_runtime import ProgramRun, StageContext
+from megalite.engine.pipeline.stage_messages import MessageLayout
 from megalite.parallel.layers import BlockInput
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.weight_gradients import WeightGradientQueue
-from megalite.planner.schedules.program import Message, forward_programs, training_programs
-from megalite.planner.schedules.tables import Schedule, check_schedule, chunks_needed, placement, splits_backward
 from megalite.resilience.hang_report import PARTNERS, NoResponse, explain
 from megalite.resilience.rank_state import RankState
+from megalite.schedules.program import Message, forward_programs, training_programs
+from megalite.schedules.tables import Schedule, check_schedule, chunks_needed, placement, splits_backward
+from megalite.tracing.activity import NOBODY, RING, Activity, Note, Operation, Peers, Phase
 
 STEPS = 3
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
-from launch.huggingface.serial_model import global_shapes, serial_model
+from launch.conversion.huggingface.serial_model import global_shapes, serial_model
 from megalite.config import ModelConfig
 from megalite.parallel.collectives import TensorParallel
 from megalite.parallel.layers import SerialModel, named_shards

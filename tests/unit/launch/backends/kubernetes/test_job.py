@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from launch.backends.kubernetes.manifests import to_yaml
 from launch.errors import LaunchError
-from launch.planning.memory_check import forecast_memory
-from launch.trainer.run_config import load_run_config
+from launch.prediction.memory_check import forecast_memory
+from launch.trainer.start.run_config import load_run_config
 from megalite.config import resolve_layout
 from megalite.config.yaml_text import parse_yaml
 from megalite.planner.cost.memory import CPU

@@ -19,7 +19,7 @@ from launch.cluster.doctor.findings import HERE, Answers, Finding, Settings, Sev
 from launch.cluster.doctor.host_checks import on_gpus, own_findings
 from launch.cluster.doctor.preflight import PreflightReport
 from launch.runtime.hostfile import Host
-from launch.trainer.run_config import load_run_config
+from launch.trainer.start.run_config import load_run_config
 from megalite.config import Config
 from tests.conftest import write_config
 from tests.helpers.commands import command_line

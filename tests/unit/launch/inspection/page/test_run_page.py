@@ -25,7 +25,7 @@ from launch.inspection.timelines import read_kept_step
 from launch.trainer import run_page_process
 from launch.trainer.run_page_process import RunPageProcess
 from megalite.monitor.goodput import CATEGORIES
-from megalite.planner.units import percent
+from megalite.units import percent
 from tests.helpers.browser import Seen, look_at, photograph, why_no_browser
 from tests.helpers.commands import command_line
 from tests.helpers.devtools import open_page

@@ -23,8 +23,8 @@ from megalite.planner.cost.step_time import step_time
 from megalite.planner.hardware import Cluster, ClusterFile, cluster_of
 from megalite.planner.outlook import outlook_of
 from megalite.planner.search import LayoutCandidate, SearchResult
-from megalite.planner.units import about, duration, gib, percent, seconds
 from megalite.planner.workload import ParallelLayout, TrainingWorkload
+from megalite.units import about, duration, gib, percent, seconds
 from tests.helpers.browser import Box, Seen, look_at, photograph, why_no_browser
 from tests.helpers.machines import cpus
 

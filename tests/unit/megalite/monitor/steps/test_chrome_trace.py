@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from megalite.engine.activity import Operation
-from megalite.engine.tape import Collective
 from megalite.monitor.steps.alignment import align, on_last_clock
 from megalite.monitor.steps.chrome_trace import chrome_trace
 from megalite.monitor.steps.message_pairs import message_pairs
 from megalite.monitor.steps.timeline import RankTimeline
-from megalite.planner.schedules.simulation import PipelineTimes, simulate_schedule
-from megalite.planner.schedules.tables import Schedule, chunks_needed
+from megalite.schedules.simulation import PipelineTimes, simulate_schedule
+from megalite.schedules.tables import Schedule, chunks_needed
+from megalite.tracing.activity import Operation
+from megalite.tracing.tape import Collective
 from tests.helpers.simulated_ranks import ranks_of
 from tests.helpers.sound_trace import check_sound
 

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-from megalite.engine.activity import Note, Operation, Phase
-from megalite.engine.tape import Collective
 from megalite.monitor.steps.messages import (
     Interval,
     MessageKey,
@@ -18,6 +16,8 @@ from megalite.monitor.steps.messages import (
 )
 from megalite.monitor.steps.parts import PARTS, communication_share, parts_of
 from megalite.monitor.steps.timeline import spans
+from megalite.tracing.activity import Note, Operation, Phase
+from megalite.tracing.tape import Collective
 
 
 def note(time: float, operation: Operation, phase: Phase = Phase.STEP, **fields: Any) -> Note:

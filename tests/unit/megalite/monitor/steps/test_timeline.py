@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 
 from megalite.checkpoint.small_files import UnsafeFile
-from megalite.engine.activity import Note, Operation, Phase
-from megalite.engine.tape import Collective
 from megalite.monitor.steps.timeline import (
     Owner,
     RankTimeline,
@@ -19,6 +17,8 @@ from megalite.monitor.steps.timeline import (
     steps_of,
     write_timeline,
 )
+from megalite.tracing.activity import Note, Operation, Phase
+from megalite.tracing.tape import Collective
 from tests.helpers.kept_timelines import read_step
 
 OWNER = Owner(

@@ -7,11 +7,11 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from megalite.engine.activity import Operation, Phase
 from megalite.monitor.steps.timeline import RankTimeline
 from megalite.monitor.steps.what_if import mean_parts, parts_by_rank, simulated_s, what_if
-from megalite.planner.schedules.simulation import PipelineTimes, Timeline, bubble_closed_form, simulate_schedule
-from megalite.planner.schedules.tables import Schedule, chunks_needed
+from megalite.schedules.simulation import PipelineTimes, Timeline, bubble_closed_form, simulate_schedule
+from megalite.schedules.tables import Schedule, chunks_needed
+from megalite.tracing.activity import Operation, Phase
 from tests.helpers.simulated_ranks import ranks_of
 
 EXACT = 1e-9

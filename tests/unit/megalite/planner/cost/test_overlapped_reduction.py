@@ -13,9 +13,9 @@ from megalite.planner.cost.overlapped_reduction import reduction_ends_s
 from megalite.planner.cost.shapes import stages_of_job
 from megalite.planner.cost.step_time import step_time
 from megalite.planner.cost.volumes import Moved, data_moved
-from megalite.planner.schedules.simulation import LastGradients, PipelineTimes, last_gradients
-from megalite.planner.schedules.tables import Schedule
 from megalite.planner.workload import ParallelLayout, TrainingWorkload
+from megalite.schedules.simulation import LastGradients, PipelineTimes, last_gradients
+from megalite.schedules.tables import Schedule
 
 JOB = TrainingWorkload(
     gpt(1024, 24, 16, 64),

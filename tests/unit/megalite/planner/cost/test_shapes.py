@@ -9,7 +9,7 @@ from megalite.config.suggestions import tensor_parallel_fits
 from megalite.parallel.collectives import TensorParallel
 from megalite.parallel.mesh import stage_boundaries
 from megalite.planner.cost.shapes import stage_shapes
-from megalite.planner.schedules.tables import Schedule, placement
+from megalite.schedules.tables import Schedule, placement
 from models.decoder import decoder_layers
 from tests.helpers.hub_models import HUB_MODELS, HubModel
 from tests.unit.models.families.test_families import options_of

@@ -28,8 +28,8 @@ from megalite.planner.cost.shapes import parameters, stage_shapes, stages_of_job
 from megalite.planner.cost.step_time import step_time
 from megalite.planner.cost.volumes import Moved, data_moved, hidden_state_bytes
 from megalite.planner.hardware import Cluster, catalogue
-from megalite.planner.schedules.simulation import PipelineTimes, simulate_schedule
 from megalite.planner.workload import MEGALITE, ParallelLayout, TrainingWorkload
+from megalite.schedules.simulation import PipelineTimes, simulate_schedule
 from tests.helpers.machines import cpus
 
 SMALL = llama(1024, 6, 2816, 16, 4, 32003, 2048)

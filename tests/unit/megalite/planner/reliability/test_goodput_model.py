@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from benchmarks.planner.scaling_tutorial import first_order_shares
 from megalite.config import ModelConfig
 from megalite.config.errors import ConfigError
-from megalite.planner.reliability.checkpoints import (
+from megalite.planner.cost.checkpoints import (
     BYTES_PER_PARAMETER,
     PER_GPU,
     Contents,
@@ -28,7 +28,7 @@ from megalite.planner.reliability.checkpoints import (
     time_shares,
     young_interval_s,
 )
-from megalite.planner.reliability.failure_rates import (
+from megalite.planner.failure_rates import (
     DEFAULT_RATE,
     LLAMA_3,
     MISFITS,

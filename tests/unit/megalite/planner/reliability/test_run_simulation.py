@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from benchmarks.planner.simulation import Check, Relation, simulated_best_interval_s, waiting_share
 from megalite.config import ConfigError
-from megalite.planner.reliability.checkpoints import Save, time_shares
-from megalite.planner.reliability.failure_rates import failure_probability
+from megalite.planner.cost.checkpoints import Save, time_shares
+from megalite.planner.failure_rates import failure_probability
 from megalite.planner.reliability.run_simulation import (
     DAY_S,
     HOUR_S,

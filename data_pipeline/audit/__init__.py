@@ -1,0 +1,1 @@
+"""Answers what a sample holds, and which samples hold a document."""

@@ -1,0 +1,1 @@
+"""Makes samples of documents: order, packing, mixes, stages."""

@@ -1,0 +1,1 @@
+"""Foreign checkpoints in and out, a room for each format."""

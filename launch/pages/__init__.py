@@ -1,0 +1,1 @@
+"""Parts that every HTML page shares: figures as SVG, curves, the frame around them. They know no run."""

@@ -1,0 +1,1 @@
+"""The pages, the schema and the first config, made from the options."""

@@ -1,0 +1,1 @@
+"""Reads files, overrides and variables into a config, without secrets in it."""

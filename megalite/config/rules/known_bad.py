@@ -1,0 +1,213 @@
+"""Package versions that go wrong with certain settings: a table, checked before a run starts.
+
+Every row names the public thread that reports it; most were reproduced by running this project on the versions in
+question. In: a config, its layout and the installed versions. Out: the rows that match, or one sentence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from megalite.config.batch_stages import shapes_of
+from megalite.config.config import Config
+from megalite.config.errors import ConfigError
+from megalite.config.layout import ResolvedLayout, reduces_beside_backward
+from megalite.config.versions import installed_version
+
+Device = Literal["cpu", "cuda"]
+
+REPOSITORIES = {"DeepSpeed": "deepspeedai/DeepSpeed", "pytorch": "pytorch/pytorch"}
+
+
+@dataclass(frozen=True)
+class KnownBad:
+    """Versions and settings that together compute something wrong, or cannot run."""
+
+    versions: Mapping[str, str]
+    """Package -> the versions it happens with, as a version specifier; with several packages, all must match."""
+    settings: str
+    """The settings that trigger it: a key of `settings_of`."""
+    wrong: str
+    """The effect, in one phrase."""
+    thread: str
+    """The thread that reports or fixes it: `DeepSpeed#8203`."""
+    remedy: str
+    """The remedy, to end the message with."""
+    device: Device | None = None
+    """The device it happens on; None = both."""
+
+    @property
+    def url(self) -> str:
+        """Address of the thread; GitHub redirects the number of a pull request."""
+        repository, number = self.thread.split("#")
+        return f"https://github.com/{REPOSITORIES[repository]}/issues/{number}"
+
+    def is_installed(self, versions: Mapping[str, str]) -> bool:
+        """Returns whether all its packages are installed in affected versions; `2.13.0+cpu` counts as 2.13.0."""
+        return all(
+            package in versions and SpecifierSet(bad).contains(Version(versions[package]).public, prereleases=True)
+            for package, bad in self.versions.items()
+        )
+
+    def sentence(self, config: Config, layout: ResolvedLayout, versions: Mapping[str, str]) -> str:
+        """Returns the message: versions, settings, effect, thread and remedy."""
+        packages = " and ".join(f"{package} {versions[package]}" for package in self.versions)
+        _, settings = settings_of(config, layout)[self.settings]
+        return f"{packages} with {settings}: {self.wrong} ({self.thread}): {self.remedy}"
+
+
+def installed_versions() -> dict[str, str]:
+    """Returns the installed versions of the packages in the table; a missing package is left out."""
+    versions = {package: installed_version(package) for package in ("torch", "deepspeed", "transformers")}
+    return {package: version for package, version in versions.items() if version is not None}
+
+
+def matching(
+    config: Config, layout: ResolvedLayout, versions: Mapping[str, str], device: Device | None = None
+) -> list[KnownBad]:
+    """Returns the rows that match a run; while the device is unknown, those of both devices."""
+    settings = settings_of(config, layout)
+    return [
+        row
+        for row in KNOWN_BAD
+        if row.is_installed(versions) and (device is None or row.device in (None, device)) and settings[row.settings][0]
+    ]
+
+
+def check_known_bad(
+    config: Config, layout: ResolvedLayout, versions: Mapping[str, str], device: Device | None = None
+) -> None:
+    """Raises ConfigError with a sentence for each row that matches in any stage of the run."""
+    sentences: dict[str, str] = {}  # by what is wrong
+    for shape, one in zip(shapes_of(config.training), config.in_each_stage(), strict=True):
+        there = replace(layout, gradient_accumulation_steps=shape.micro_batches(layout.data_parallel_size))
+        for row in matching(one, there, versions, device):
+            sentences.setdefault(row.wrong, row.sentence(one, there, versions))
+    if sentences:
+        raise ConfigError(*sentences.values())
+
+
+def settings_of(config: Config, layout: ResolvedLayout) -> dict[str, tuple[bool, str]]:
+    """Returns, for the settings that rows name, whether a run has them, and their description with the run's values."""
+    model, dtype, length = config.model, config.precision.dtype, config.training.sequence_length
+    stage, stages, replicas = layout.zero_stage, layout.pipeline_parallel_size, layout.data_parallel_size
+    micro_batches = layout.gradient_accumulation_steps
+    per_step = f"{micro_batches} micro-batches per step"
+    zero, section = config.deepspeed.get("zero_optimization", {}), "deepspeed.zero_optimization"
+    offloaded = "offload.optimizer cpu" if config.offload.optimizer == "cpu" else f"{section}.offload_optimizer"
+    reduces_in_buckets = stage < 3 and replicas > 1 and not reduces_beside_backward(config)
+    is_contiguous = zero.get("contiguous_gradients", stage > 1)  # as megalite/engine/deepspeed/config.py sets it
+    size = zero.get("zero_hpz_partition_size", 1)
+    is_cut_twice = stage == 3 and isinstance(size, int) and size > 1
+    cut_twice = f"{section}.zero_hpz_partition_size {size}"
+    padded = -(-model.hidden_size // replicas) * replicas
+    has_window = model.sliding_window is not None and model.sliding_window < length
+    has_window &= "sliding_attention" in model.layer_types
+    mask = "data.document_mask" if config.data.document_mask else f"model.sliding_window {model.sliding_window}"
+    return {
+        "several backward passes": (
+            stages > 1 or micro_batches != 1,
+            f"parallel.pipeline_parallel_size {stages} and {per_step}",
+        ),
+        "offloaded optimizer": (config.is_optimizer_offloaded, offloaded),
+        "gradients not contiguous": (
+            reduces_in_buckets and not is_contiguous,
+            f"parallel.zero_stage {stage}, {replicas} replicas and zero_optimization.contiguous_gradients false",
+        ),
+        "zero 3": (stage == 3, "parallel.zero_stage 3"),
+        "secondary partitions": (is_cut_twice, cut_twice),
+        # the last secondary partition of a norm's weight begins behind the weight's end
+        "secondary partitions of small weights": (
+            is_cut_twice and padded // size * (size - 1) > model.hidden_size,
+            f"{cut_twice}, model.hidden_size {model.hidden_size} and {replicas} replicas",
+        ),
+        "quantized weights": (
+            stage == 3 and bool(zero.get("zero_quantized_weights")) and dtype != "fp16",
+            f"{section}.zero_quantized_weights and precision.dtype {dtype}",
+        ),
+        "fetching by all reduce": (
+            stage == 3 and bool(zero.get("stage3_use_all_reduce_for_fetch_params")),
+            f"{section}.stage3_use_all_reduce_for_fetch_params",
+        ),
+        "mask over half a tile": (
+            dtype != "fp32" and length % 128 == 64 and (config.data.document_mask or has_window),
+            f"{mask}, precision.dtype {dtype} and training.sequence_length {length}",
+        ),
+    }
+
+
+UPGRADE = "install deepspeed 0.19.8 or newer"  # no row is about them, and the tests run on them
+
+KNOWN_BAD: tuple[KnownBad, ...] = (
+    KnownBad(
+        {"deepspeed": "<0.19.4"},
+        "several backward passes",
+        "it does not know managed_gradient_accumulation, and would take a step only once in so many steps",
+        "DeepSpeed#8203",
+        UPGRADE,
+    ),
+    KnownBad(
+        {"deepspeed": "<0.19.5"},
+        "offloaded optimizer",
+        "it cannot offload with managed_gradient_accumulation false, which a run sets, and the start fails",
+        "DeepSpeed#8225",
+        UPGRADE + ", or keep the optimizer where it computes",
+    ),
+    KnownBad(
+        {"deepspeed": "<0.19.8"},
+        "gradients not contiguous",
+        "gradients are not reduced over the replicas, each of which trains on its own",
+        "DeepSpeed#8382",
+        UPGRADE + ", or set deepspeed.zero_optimization.contiguous_gradients to true",
+        device="cpu",
+    ),
+    KnownBad(
+        {"deepspeed": "<0.18.8", "torch": ">=2.10"},
+        "zero 3",
+        "gradients are reduced before they are computed, and weights become NaN",
+        "DeepSpeed#7898",
+        UPGRADE + ", or use zero_stage 1 or 2",
+        device="cuda",
+    ),
+    KnownBad(
+        {"deepspeed": "<0.18.3"},
+        "secondary partitions",
+        "the first step after weights were loaded computes with the ones before",
+        "DeepSpeed#7606",
+        UPGRADE + ", or remove zero_hpz_partition_size",
+    ),
+    KnownBad(
+        {"deepspeed": "<0.19.5"},
+        "secondary partitions of small weights",
+        "the weights of norms are too small to be cut twice, and the start fails",
+        "DeepSpeed#6659",
+        UPGRADE + ", or remove zero_hpz_partition_size",
+    ),
+    KnownBad(
+        {"deepspeed": "<0.19.6"},
+        "quantized weights",
+        "the quantizer reads the bits of weights as fp16",
+        "DeepSpeed#7775",
+        UPGRADE + ", or remove zero_quantized_weights",
+    ),
+    KnownBad(
+        {"deepspeed": "<0.19.4"},
+        "fetching by all reduce",
+        "padding that nobody wrote is added to the first numbers of weights",
+        "DeepSpeed#8158",
+        UPGRADE + ", or remove it",
+    ),
+    KnownBad(
+        {"torch": ">=2.11,<2.14"},
+        "mask over half a tile",
+        "cuDNN's attention can turn gradients into NaN on H100 and H200",
+        "pytorch#196678",
+        "use a sequence_length that is a multiple of 128",
+        device="cuda",
+    ),
+)

@@ -1,0 +1,48 @@
+"""The store at which ranks meet over TCP: torch's TCPStore, served by rank 0 or by torchrun's own process."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from datetime import timedelta
+
+from torch._C._distributed_c10d import TCPStore
+
+from megalite.distributed.store_address import listen
+
+log = logging.getLogger(__name__)
+
+ANSWER_S = 5.0  # for the host of the store to answer
+RETRY_S = 0.2
+
+
+def serve(address: str, port: int, timeout: timedelta) -> TCPStore:
+    """Starts rank 0's store, on one address of this host if `address` stands for one."""
+    listener = listen(address, port)
+    if listener is None:
+        log.warning(
+            f"rank 0 waits for the others on all interfaces of its host, port {port}, because they may know {address} "
+            "by another address than this host does: launch.interface names one interface"
+        )
+        return TCPStore(address, port, is_master=True, timeout=timeout, wait_for_workers=False)
+    own, port = listener.getsockname()[:2]
+    return TCPStore(
+        own, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+
+
+def join(address: str, port: int, timeout: timedelta, patience_s: float) -> TCPStore:
+    """Connects to a store that may come within `patience_s`. Raises OSError if it does not, or DistError.
+
+    torch would wait too, but log its C++ frames again and again.
+    """
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            socket.create_connection((address, port), ANSWER_S).close()
+            return TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(RETRY_S)

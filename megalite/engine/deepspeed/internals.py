@@ -1,0 +1,380 @@
+"""Uses of private parts of DeepSpeed and torch, each with the file of DeepSpeed 0.19.8 that it depends on.
+
+Two groups: ZeRO's partitions and loss scale; imports and process groups. A test in test_internals.py, or in
+test_deepspeed_accumulation.py about gradients, fails when such a part moves or the defect behind it is gone. No other
+module touches a private name of DeepSpeed, except `GatedStep` in step_gate.py, which is entered by every step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import logging
+import math
+import warnings
+from collections.abc import Iterator
+from datetime import timedelta
+from functools import partial
+from typing import Any, NamedTuple
+
+import deepspeed.runtime.bf16_optimizer as bf16_optimizer
+import torch
+from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
+
+# ZeRO's partitions and loss scale
+
+FLAT_PARTITIONS = (
+    "single_partition_of_fp32_groups",  # DeepSpeedZeroOptimizer, runtime/zero/stage_1_and_2.py
+    "fp32_groups_flat_partition",  # BF16_Optimizer, runtime/bf16_optimizer.py
+    "fp32_partitioned_groups_flat",  # DeepSpeedZeroOptimizer_Stage3, runtime/zero/stage3.py
+)
+
+
+def flat_partitions(optimizer: Any) -> list[torch.Tensor]:
+    """Returns the flat fp32 partitions that the torch optimizer updates on this rank, one per parameter group."""
+    for name in FLAT_PARTITIONS:
+        if hasattr(optimizer, name):
+            return list(getattr(optimizer, name))
+    raise AssertionError(f"{type(optimizer).__name__} holds none of {FLAT_PARTITIONS}: DeepSpeed has renamed it")
+
+
+def set_batch_size(engine: Any, global_batch_size: int, micro_batch_size: int) -> None:
+    """Tells an engine and its optimizer of steps of another size.
+
+    `set_train_batch_size` (runtime/engine.py) leaves out the copy in stage_1_and_2.py, by which an offloaded optimizer
+    decides whether a step's gradients are in the memory of the host when it takes their norm, and that in stage3.py.
+    """
+    engine.set_train_micro_batch_size(micro_batch_size)
+    engine.set_train_batch_size(global_batch_size)
+    if hasattr(engine.optimizer, "gradient_accumulation_steps"):
+        engine.optimizer.gradient_accumulation_steps = engine.gradient_accumulation_steps()
+
+
+def link_optimizer_state(optimizer: Any) -> None:
+    """Makes `safe_get_full_optimizer_state` and its setter see the state of every parameter group.
+
+    `_lazy_init_hp_params_optimizer_state` maps fragments to the state of the flat partitions, once. stage_1_and_2.py
+    calls it after stepping the first group, when the others have no state yet, and never again: their moments stay
+    unreadable. bf16_optimizer.py calls it after all groups; stage3.py looks state up each time and has no such step.
+    """
+    if hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):
+        optimizer._hp_optimizer_states_linked = False
+        optimizer._lazy_init_hp_params_optimizer_state()
+
+
+def is_partitioned(parameter: torch.Tensor) -> bool:
+    """Returns True for a parameter of ZeRO-3, which holds no values of its own between steps."""
+    return hasattr(parameter, "ds_id")
+
+
+def is_whole_here(parameter: torch.Tensor) -> bool:
+    """Returns False for ZeRO-3's partitioned parameters, except the small ones that it keeps whole between steps.
+
+    `ds_persist` and `ds_numel` are set in runtime/zero/partition_parameters.py; a parameter that persists is in pieces
+    from a write through `GatheredParameters` to its next use.
+    """
+    return not is_partitioned(parameter) or (parameter.ds_persist and parameter.numel() == parameter.ds_numel)  # type: ignore[attr-defined]
+
+
+def is_swapped(parameter: torch.Tensor) -> bool:
+    """Returns whether ZeRO-3 keeps the optimizer's values of a parameter on NVMe (runtime/zero/stage3.py)."""
+    return is_partitioned(parameter) and bool(parameter._z3_optimizer.swap_optimizer)  # type: ignore[attr-defined]
+
+
+def own_range(parameter: torch.Tensor) -> tuple[int, int]:
+    """Returns the range [start, stop) of the flattened local parameter that this rank's optimizer updates; or (0, 0).
+
+    `_hp_mapping` links to them in ZeRO-1, ZeRO-2 and BF16_Optimizer (utils/tensor_fragment.py); ZeRO-3's
+    partitions are equally long, and what lies behind the parameter's end is never written.
+    """
+    if is_partitioned(parameter):
+        length = parameter.partition_numel()  # type: ignore[attr-defined]
+        start = length * torch.distributed.get_rank(parameter.ds_process_group)  # type: ignore[attr-defined]
+        size = parameter.ds_numel  # type: ignore[attr-defined]
+        return (min(start, size), min(start + length, size))
+    mapping = parameter._hp_mapping  # type: ignore[attr-defined]
+    if mapping is None:
+        return (0, 0)
+    address = mapping.lp_fragment_address
+    return (address.start, address.start + address.numel)
+
+
+def _without_padding(parameter: Any, partition: torch.Tensor) -> torch.Tensor:
+    start, stop = own_range(parameter)
+    return partition.detach().flatten()[: stop - start]
+
+
+def resident_weights(parameter: torch.Tensor) -> torch.Tensor:
+    """Returns the values of a parameter that this rank holds between steps: all, or ZeRO-3's partition `ds_tensor`."""
+    if is_whole_here(parameter):
+        return parameter.detach()
+    return _without_padding(parameter, parameter.ds_tensor)  # type: ignore[attr-defined]
+
+
+def unreplicated_partition(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Returns this rank's values of a ZeRO-3 parameter if no other copy of them has to be kept equal.
+
+    None if there is such a copy: whole parameters, hpZ's second partition `ds_secondary_tensor`, a partition on NVMe
+    (runtime/zero/partition_parameters.py).
+    """
+    if is_whole_here(parameter) or parameter.ds_secondary_tensor is not None:  # type: ignore[attr-defined]
+        return None
+    partition = parameter.ds_tensor  # type: ignore[attr-defined]
+    return None if partition.final_location == "nvme" else _without_padding(parameter, partition)
+
+
+def owned_fp32_values(parameter: torch.Tensor, kind: str) -> torch.Tensor:
+    """Returns the fp32 `weight`, or the moment `kind`, of `own_range`, flat and in place; from NVMe a copy.
+
+    ZeRO-3: `_get_fp32_opt_state_partition` of runtime/zero/stage3.py.
+    """
+    moment = None if kind == "weight" else kind
+    if not is_partitioned(parameter):
+        return parameter._hp_mapping.get_hp_fragment(moment).detach()  # type: ignore[attr-defined]
+    start, stop = own_range(parameter)
+    optimizer = parameter._z3_optimizer  # type: ignore[attr-defined]
+    if optimizer.swap_optimizer:  # from NVMe, through a buffer
+        read = (
+            safe_get_local_fp32_param
+            if moment is None
+            else partial(safe_get_local_optimizer_state, optim_state_key=moment)
+        )
+        partition = read(parameter)
+    else:  # the public getters copy an offloaded partition to the device, which has no room for all of them
+        partition, _ = optimizer._get_fp32_opt_state_partition(parameter, True, moment)
+    return partition.detach().flatten()[: stop - start]
+
+
+def fp32_fragment(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Returns the weight's `owned_fp32_values` while an optimizer is stepping; None if this rank updates none of them,
+    or nobody does.
+
+    None too if they are on NVMe: runtime/zero/stage3.py would swap them in and out among those that it is updating.
+    """
+    if not parameter.requires_grad:
+        return None
+    if is_partitioned(parameter):
+        return None if is_swapped(parameter) else owned_fp32_values(parameter, "weight")
+    start, stop = own_range(parameter)
+    return owned_fp32_values(parameter, "weight") if stop > start else None
+
+
+def share_fp32_weights(optimizer: Any) -> None:
+    """Lets the optimizer update fp32 weights in place.
+
+    DeepSpeedZeroOptimizer (runtime/zero/stage_1_and_2.py) clones the partition that it updates and copies it over the
+    weights after each step; in fp32 the two are equal, and cost their memory twice. Its fragments point into the
+    partition, so they are linked anew. An offloaded partition is on another device and stays.
+    """
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    if not isinstance(optimizer, DeepSpeedZeroOptimizer) or optimizer.dtype != torch.float32 or optimizer.cpu_offload:
+        return
+    for partition, slices, group in zip(
+        optimizer.single_partition_of_fp32_groups,
+        optimizer.parallel_partitioned_bit16_groups,
+        optimizer.real_dp_process_group,
+        strict=True,
+    ):
+        partition.data = slices[torch.distributed.get_rank(group)]
+    optimizer._link_all_hp_params()
+
+
+def let_stages_differ() -> None:
+    """Keeps ZeRO-3 from comparing the order of modules and parameters over all ranks, of which stages have others.
+
+    `reset_step` (runtime/zero/partitioned_param_coordinator.py) does it at every forward of the engine, over the world:
+    ranks of another stage would fail or wait forever. Replicas of a stage run the same table; comparing them alone
+    would make every hand-over wait for the device.
+    """
+    import deepspeed.runtime.zero.partitioned_param_coordinator as coordinator
+
+    coordinator.assert_ints_same_as_other_ranks = lambda _: None
+
+
+def clear_gradient_partitions(optimizer: Any) -> None:
+    """Clears ZeRO-3's gradients before a step.
+
+    `partition_grads` (runtime/zero/stage3.py) overwrites gradients in the first backward of a step and adds to them in
+    the others: a parameter that the first one does not touch would keep the gradient of the step before.
+    """
+    for partition in getattr(optimizer, "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition", {}).values():
+        partition.zero_()
+
+
+class FlatGroup(NamedTuple):
+    """One parameter group of ZeRO-1: its parameters are views of one flat tensor, cut evenly over the replicas."""
+
+    parameters: list[torch.nn.Parameter]
+    weights: torch.Tensor  # flat, with padding at its end
+    gradients: torch.Tensor | None  # BF16_Optimizer's fp32 sums, as long as `weights` and always there
+
+    def start(self, parameter: torch.Tensor) -> int:
+        """Returns the index of a parameter's first element in the flat tensor."""
+        return (parameter.data_ptr() - self.weights.data_ptr()) // self.weights.element_size()
+
+
+def flat_groups(optimizer: Any) -> list[FlatGroup]:
+    """Returns the parameter groups of ZeRO-1 and ZeRO-2, in the order of the torch optimizer's."""
+    if isinstance(optimizer, bf16_optimizer.BF16_Optimizer):
+        rows = zip(optimizer.bf16_groups, optimizer.bf16_groups_flat, optimizer.fp32_groups_gradients_flat, strict=True)
+        return [FlatGroup(*row) for row in rows]
+    groups = zip(optimizer.bit16_groups, optimizer.bit16_groups_flat, strict=True)
+    return [FlatGroup(*row, None) for row in groups]
+
+
+def take_over_reduction(engine: Any) -> tuple[list[FlatGroup], Any]:
+    """Makes DeepSpeed leave the gradients of ZeRO-1 to us; returns its parameter groups and the group of the replicas.
+
+    Without `enable_backward_allreduce` neither `backward` nor `step` (runtime/engine.py) reduces. The hooks of
+    BF16_Optimizer and DeepSpeedZeroOptimizer, `_grad_acc_hooks`, only add gradients to sums of their own;
+    `clear_hp_grads` would write zeros over BF16_Optimizer's sums twice in a step.
+    """
+    optimizer = engine.optimizer
+    engine.enable_backward_allreduce = False
+    for hook in optimizer._grad_acc_hooks:
+        hook.remove()
+    if isinstance(optimizer, bf16_optimizer.BF16_Optimizer):
+        optimizer.clear_hp_grads = lambda: None
+    return flat_groups(optimizer), optimizer.dp_process_group
+
+
+def takes_step(optimizer: Any, norm: torch.Tensor, norm_on_host: float) -> bool:
+    """Decides by the gradients' norm whether a step of ZeRO-1 is taken, where DeepSpeed's own step does, so that
+    `GatedStep` is asked too; records the norm, infinite if not.
+
+    It is of the gradients without fp16's loss scale, which is updated.
+    """
+    if isinstance(optimizer, bf16_optimizer.BF16_Optimizer):
+        optimizer.overflow = bf16_optimizer.is_invalid_grad_norm(norm_on_host)
+    else:
+        optimizer.overflow = not math.isfinite(norm_on_host)
+        optimizer._update_scale(optimizer.overflow)
+    optimizer._global_grad_norm = float("inf") if optimizer.overflow else norm
+    return not optimizer.overflow
+
+
+def leave_to_device(optimizer: Any, norm: torch.Tensor) -> None:
+    """Records the norm of a step of ZeRO-1 about which the device decides: DeepSpeed's step sees one that is taken."""
+    optimizer.overflow, optimizer._global_grad_norm = False, norm
+
+
+LOSS_SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+def _dynamic_loss_scaler(optimizer: Any) -> Any:
+    """Returns fp16's dynamic loss scaler (runtime/fp16/loss_scaler.py); None for other precisions."""
+    scaler = getattr(optimizer, "loss_scaler", None)
+    return scaler if getattr(scaler, "dynamic", False) else None
+
+
+def loss_scaler_state(optimizer: Any) -> dict[str, float]:
+    """Returns the state of fp16's dynamic loss scale; empty for other precisions."""
+    scaler = _dynamic_loss_scaler(optimizer)
+    return {} if scaler is None else {name: float(getattr(scaler, name)) for name in LOSS_SCALER_FIELDS}
+
+
+def set_loss_scaler_state(optimizer: Any, state: dict[str, float]) -> None:
+    """Restores what `loss_scaler_state` returned; does nothing for other precisions."""
+    if (scaler := _dynamic_loss_scaler(optimizer)) is not None:
+        for name in LOSS_SCALER_FIELDS:
+            if name in state:
+                setattr(scaler, name, type(getattr(scaler, name))(state[name]))
+
+
+def loss_scale_can_fall(optimizer: Any) -> bool:
+    """Returns whether fp16's loss scale is above its minimum, so that it may be what makes gradients overflow."""
+    scaler = _dynamic_loss_scaler(optimizer)
+    return scaler is not None and bool(scaler.cur_scale > scaler.min_scale)
+
+
+def stay_at_smallest_loss_scale(optimizer: Any) -> None:
+    """Makes DeepSpeed skip a step that overflows at fp16's smallest loss scale like any other; the guard counts them.
+
+    By default the loss scaler raises a bare Exception there.
+    """
+    if (scaler := _dynamic_loss_scaler(optimizer)) is not None:
+        scaler.raise_error_at_min_scale = False
+
+
+# Imports, output and process groups
+
+
+def keep_collective_uncompiled() -> None:
+    """Keeps DeepSpeed from compiling its shared-memory CPU collective inside `init_distributed`.
+
+    comm/torch.py builds `deepspeed_shm_comm` on every CPU start: 50 s of compiler, a failure where there is no
+    compiler, and an endless wait where a killed run left its build lock behind. Only `inference_all_reduce` uses it.
+    It asks a table that ops/__init__.py would fill with all operators when it is first read, by running compilers.
+    """
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__ = {}
+
+
+def use_cpu_adam(library: Any) -> None:
+    """Makes `DeepSpeedCPUAdam` use a loaded library instead of compiling one, which `OpBuilder.load` does otherwise.
+
+    `_loaded_ops` of ops/op_builder/builder.py holds what a process has loaded, by name.
+    """
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+
+    CPUAdamBuilder._loaded_ops[CPUAdamBuilder.NAME] = library
+
+
+def keep_muon_uncompiled() -> None:
+    """Keeps DeepSpeed's Muon from importing torch's compiler on every rank: 1.4 s of CPU and 60 MB for nothing.
+
+    Every ZeRO optimizer imports the module to ask whether it was handed a Muon, and the module compiles its kernels as
+    it is imported (runtime/zero/muon/original_muon.py). So it is imported once with the compiling decorator disabled.
+    """
+    import deepspeed.runtime.compiler as compiler
+
+    decorator = compiler.compile
+    compiler.compile = lambda *_, **__: lambda kernel: kernel
+    try:
+        importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
+    finally:
+        compiler.compile = decorator
+
+
+def quiet_logging() -> None:
+    """Limits DeepSpeed's log to warnings and errors, except three that say nothing new.
+
+    It calls ZeRO with a plain torch optimizer "untested" (runtime/engine.py): our parity tests run exactly that. It
+    says that it skips a step (runtime/fp16/loss_scaler.py): so does a guard, with the reason. It calls two collectives
+    by names that torch 2.13 deprecates, with a warning per call site and rank.
+    """
+    from deepspeed.utils import logger
+
+    logger.setLevel(logging.WARNING)
+    known = ("untested optimizer", "OVERFLOW! Skipping step")
+    logger.addFilter(lambda record: not any(text in record.getMessage() for text in known))
+    warnings.filterwarnings("ignore", message=".*torch.distributed.*_tensor` is deprecated", category=FutureWarning)
+
+
+@contextlib.contextmanager
+def quiet_stdout() -> Iterator[None]:
+    """Suppresses the topology that runtime/pipe/topology.py prints; our layout table says the same."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        yield
+
+
+def process_groups() -> list[Any]:
+    """Returns all process groups of this rank: the keys of torch's `_world.pg_map`.
+
+    (torch/distributed/distributed_c10d.py, torch 2.13)
+    """
+    return list(torch.distributed.distributed_c10d._world.pg_map)
+
+
+def timeout_of(group: Any) -> timedelta:
+    """Returns the shortest timeout of the group's backends; on GPUs it may have one for the CPU too."""
+    backends = [group._get_backend(device) for device in group._device_types]
+    return min(backend.options._timeout for backend in backends)
+
+
+def set_timeout(group: Any, timeout: timedelta) -> None:
+    """Sets the timeout of collectives that begin from now on; torch supports gloo and NCCL, and warns of others."""
+    torch.distributed.distributed_c10d._set_pg_timeout(timeout, group)

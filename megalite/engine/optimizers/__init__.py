@@ -1,0 +1,1 @@
+"""Optimizers, as a config names them."""

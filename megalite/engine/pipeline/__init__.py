@@ -1,0 +1,1 @@
+"""The pipelined engine: programs of passes, and the messages between stages."""

@@ -1,0 +1,218 @@
+"""Trains a model that is cut into pipeline stages, in the order of the planner's tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor, nn
+
+from megalite.config import Config, ResolvedLayout
+from megalite.config.batch_stages import BatchShape
+from megalite.engine.batch_transfer import DeviceBatch, MicroBatch
+from megalite.engine.deepspeed.backward import Handover
+from megalite.engine.deepspeed.internals import let_stages_differ
+from megalite.engine.engine import Engine
+from megalite.engine.pipeline.pipeline_runtime import ProgramRun, StageContext
+from megalite.engine.pipeline.stage_messages import MessageLayout, PipelineGroups
+from megalite.engine.stages import TORCH_DTYPES, Chunk, Labels, Stage, TiedHead, TiedWeight
+from megalite.parallel.layers import BlockInput, LayerSpec
+from megalite.parallel.mesh import Mesh, stage_boundaries
+from megalite.parallel.weight_gradients import put_off_weight_gradients
+from megalite.schedules.program import Program, forward_programs, training_programs
+from megalite.schedules.rendezvous import check_programs
+from megalite.schedules.tables import Schedule, placement, splits_backward
+from megalite.tracing.activity import Activity, Operation
+
+
+class PipelinedEngine(Engine):
+    """Trains the chunks of one pipeline stage on DeepSpeed's plain engine, which sees nothing of the pipeline."""
+
+    def __init__(
+        self, specs: Sequence[LayerSpec], config: Config, layout: ResolvedLayout, mesh: Mesh, activity: Activity
+    ) -> None:
+        super().__init__(config, layout, mesh, activity)
+        self._schedule, self._stages = Schedule(layout.pipeline_schedule), mesh.pipeline_parallel_size
+        self._placement = placement(self._schedule, self._stages, layout.pipeline_chunks)
+        self._ranks: list[int] = self._grid.pp_group  # by stage
+        self._device = torch.device(get_accelerator().current_device_name())
+        chunks = self._build_chunks(specs)
+        self._tied_head: TiedHead | None = None
+        if specs[-1].tied_to is not None:
+            self._tie(specs[-1].module_key, chunks)
+        if layout.zero_stage == 3:
+            let_stages_differ()
+        self._initialize(Stage(chunks, self._tp))
+        self._tied_embedding: nn.Parameter | None = None  # which gets the gradients of the head too
+        if specs[-1].tied_to is not None and self.coordinate.pipeline_rank == self._placement[0]:
+            weight = chunks[0].serial.layers[specs[-1].module_key].weight
+            assert isinstance(weight, nn.Parameter)
+            self._tied_embedding = weight if weight.requires_grad else None
+        self._handover = Handover(self.deepspeed)
+        neighbours = {pair for pair in pairwise(self._placement) if pair[0] != pair[1]}
+        groups = PipelineGroups(self._grid, neighbours | {(after, before) for before, after in neighbours})
+        groups.open(self._device)
+        self._message_groups = groups.all()
+        is_split = splits_backward(self._schedule)
+        self.put_off = put_off_weight_gradients(self.deepspeed.module) if is_split else None
+        self._context = StageContext(
+            chunks,
+            len(self._placement) - 1,
+            groups,
+            self._handover,
+            activity,
+            self._ranks,
+            self._forward_peers,
+            self._backward_peers,
+            self.put_off,
+        )
+        self._forward_programs: dict[int, Program] = {}  # by the number of micro-batches
+        self._prepare_steps()
+
+    def _build_chunks(self, specs: Sequence[LayerSpec]) -> dict[int, Chunk]:
+        costs, is_block = [spec.cost for spec in specs], [spec.is_block for spec in specs]
+        boundaries = stage_boundaries(costs, is_block, len(self._placement))
+        last = len(self._placement) - 1
+        return {
+            position: Chunk(
+                specs[boundaries[position] : boundaries[position + 1]], self.config, self._tp, is_last=position == last
+            )
+            for position, stage in enumerate(self._placement)
+            if stage == self.coordinate.pipeline_rank
+        }
+
+    def _tie(self, module_key: str, chunks: dict[int, Chunk]) -> None:
+        """Makes the head compute with the embedding's weight: one module if one rank holds both, else with a copy."""
+        first, last = self._placement[0], self._placement[-1]
+        if first == last:
+            if self.coordinate.pipeline_rank == first:
+                layers = chunks[0].serial.layers
+                chunks[len(self._placement) - 1].serial.layers[module_key] = layers[module_key]
+            return
+        # every rank takes part in making each group
+        groups = [dist.new_group([ranks[first], ranks[last]]) for ranks in self._grid.pipe_groups]
+        group = groups[self._grid.pipe_groups.index(self._ranks)]
+        if self.coordinate.pipeline_rank == first:
+            weight = chunks[0].serial.layers[module_key].weight
+            assert isinstance(weight, nn.Parameter)
+            self.tied_weight = TiedWeight(weight.shard.name, weight, group)  # type: ignore[attr-defined]
+        elif self.coordinate.pipeline_rank == last:
+            module = chunks[len(self._placement) - 1].serial.layers[module_key]
+            self._tied_head = TiedHead(module, TORCH_DTYPES[self.config.precision.dtype], self._device)
+            self.tied_weight = TiedWeight(self._tied_head.name, self._tied_head.weight, group)
+
+    def use_shape(self, shape: BatchShape) -> None:
+        if shape != self.shape:
+            super().use_shape(shape)
+            self._prepare_steps()
+
+    def _prepare_steps(self) -> None:
+        """Prepares what depends on the number of micro-batches: the program, and the gradients of a tied embedding."""
+        programs = training_programs(self._schedule, self._stages, self.micro_batches, self.layout.pipeline_chunks)
+        check_programs(programs)
+        self._training_program = programs[self.coordinate.pipeline_rank]
+        if self.reducer is not None and (weight := self._tied_embedding) is not None:
+            is_same_rank = self._placement[0] == self._placement[-1]
+            self.reducer.expect_more(weight, self.micro_batches if is_same_rank else self._tied_parts(weight))
+
+    def _tied_parts(self, weight: Tensor) -> int:
+        """Returns in how many parts the embedding takes the head's gradient, which is in fp32.
+
+        Three numbers of bf16 have as many bits as one of fp32. In fp16 a part is as large as a micro-batch's gradient,
+        so that it overflows where that would; the last one has the bits that are left.
+        """
+        parts = {torch.float32: 1, torch.bfloat16: 3, torch.float16: self.micro_batches + 1}
+        return parts[weight.dtype]
+
+    def _forward_program(self, count: int) -> Program:
+        """Returns the program of an evaluation, whose number of micro-batches is the same every time."""
+        if count not in self._forward_programs:
+            programs = forward_programs(self._schedule, self._stages, count, self.layout.pipeline_chunks)
+            check_programs(programs)
+            self._forward_programs[count] = programs[self.coordinate.pipeline_rank]
+        return self._forward_programs[count]
+
+    @property
+    def needs_data(self) -> bool:
+        return self.coordinate.pipeline_rank in (self._placement[0], self._placement[-1])
+
+    def pipeline_groups(self) -> list[dist.ProcessGroup]:
+        return [self._grid.get_pipe_parallel_group(), *self._message_groups]
+
+    @property
+    def _loss_peers(self) -> tuple[int, ...]:
+        source = self._ranks[self._placement[-1]]
+        if dist.get_rank() != source:
+            return (source,)
+        return tuple(sorted({*self.activity.peers.data, *self._ranks}))
+
+    def _over_replicas(self, numbers: Tensor) -> Tensor:
+        source = self._ranks[self._placement[-1]]
+        if dist.get_rank() == source:
+            numbers = super()._over_replicas(numbers)
+        dist.broadcast(numbers, src=source, group=self._grid.get_pipe_parallel_group())
+        return numbers
+
+    def _accumulate_gradients(self, micro_batches: Sequence[DeviceBatch], weight: Tensor) -> list[Tensor]:
+        shape = self.shape
+        run = self._run(micro_batches, (shape.micro_batch_size, shape.sequence_length), weight)
+        losses = run.run(self._training_program)
+        self._hand_over_tied_gradient()
+        return losses
+
+    def _hand_over_tied_gradient(self) -> None:
+        """Sends the gradient of the head's copy to the embedding and adds it there."""
+        if self.tied_weight is None or not self.tied_weight.weight.requires_grad:
+            return
+        _, weight, group = self.tied_weight
+        ranks = tuple(dist.get_process_group_ranks(group))
+        self.activity.record_op(Operation.REDUCE_TIED_GRADIENTS, peers=ranks)
+        if self._tied_head is not None:
+            dist.send(self._tied_head.take_gradient(self.micro_batches), dst=ranks[0], group=group)
+            return
+        gradient = torch.empty(weight.shape, dtype=torch.float32, device=self._device)
+        dist.recv(gradient, src=ranks[1], group=group)
+        # a parameter takes gradients of its own format only, and they are summed in fp32
+        shares = self.micro_batches if weight.dtype == torch.float16 else 1
+        for number in range(self._tied_parts(weight)):
+            part = (gradient / max(1, shares - number)).to(weight.dtype)
+            self._handover.gradients([weight], [part])
+            gradient -= part
+
+    def _evaluate(self, micro_batches: Sequence[DeviceBatch], count: int, weight: Tensor) -> list[Tensor]:
+        training = self.config.training
+        run = self._run(micro_batches, (training.micro_batch_size, training.sequence_length), weight)
+        return run.run(self._forward_program(count))
+
+    @torch.no_grad()
+    def logits(self, micro_batch: MicroBatch) -> Tensor | None:
+        self.deepspeed.eval()
+        batch, sequence = micro_batch.tokens.shape
+        outputs = self._run(self._transfer([micro_batch]), (batch, sequence), None).run(self._forward_program(1))
+        self.deepspeed.train()
+        return outputs[0] if outputs else None
+
+    def _run(self, micro_batches: Sequence[DeviceBatch], shape: tuple[int, int], weight: Tensor | None) -> ProgramRun:
+        """Prepares a run over micro-batches of `shape` [batch, seq]; without a weight their logits are computed."""
+        model, (batch, sequence) = self.config.model, shape
+        has_positions = self.config.data.document_mask
+        if any((each.positions is None) == has_positions for each in micro_batches):
+            raise ValueError(f"micro-batches must{' not' * (not has_positions)} have positions: see data.document_mask")
+        layout = MessageLayout(
+            (batch, sequence // (self._tp.size if self._tp.sequence_is_cut else 1), model.hidden_size),
+            TORCH_DTYPES[self.config.precision.dtype],
+            self._device,
+            shape if has_positions else None,
+            (batch,) if model.has_dropout else None,
+        )
+
+        def first_input(number: int) -> BlockInput:
+            return self._first_input(micro_batches[number])
+
+        def labels(number: int) -> Labels | None:
+            return None if weight is None else self._labels(micro_batches[number], weight)
+
+        return ProgramRun(self._context, layout, first_input, labels)

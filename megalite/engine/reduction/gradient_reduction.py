@@ -1,0 +1,281 @@
+"""Sum of gradients over replicas for ZeRO-1, bucket by bucket while backward goes on.
+
+In: parameters in buckets, and how many gradients each gets in a step. Out: the mean over the replicas of this rank's
+partition of every bucket, fp32. A hook on each parameter adds its gradient to the bucket's flat sum and frees it; a
+bucket whose parameters have all had their last one is reduced. Who calls backward, and in what order, is not known
+here. No DeepSpeed. On a GPU linear layers have their GEMM add to the flat sum instead (`add_product`).
+
+Each bucket is reduce-scattered in place: rank r keeps elements [r * P, (r + 1) * P) of its R * P ones. So every bucket
+belongs to all replicas in equal parts, as in Megatron-LM's distributed optimizer. Were the whole model one flat tensor,
+a bucket would belong to one replica or two: a `reduce` to its owner moves as many bytes, but over one direction of the
+links, and NCCL has neither NVLS nor trees for it; a reduce-scatter of the k-th pieces of all partitions could not begin
+before backward reaches the first layers. gloo has no reduce-scatter, and torch runs an all-reduce of a copy there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megalite.parallel.collectives import REDUCE_SCATTER
+from megalite.parallel.weight_products import add_product
+from megalite.tracing.activity import Activity, Operation
+
+
+@dataclass
+class Slice:
+    """One parameter's place in its bucket, and the gradients that it has had in this step."""
+
+    parameter: nn.Parameter
+    start: int  # in the bucket
+    from_elsewhere: int = 0  # gradients per step beside one per micro-batch
+    expected: int = 0
+    received: int = 0
+
+    def __str__(self) -> str:
+        shard = getattr(self.parameter, "shard", None)  # none outside of a model of ours
+        return f"{'a parameter' if shard is None else shard.name} of shape {tuple(self.parameter.shape)}"
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.parameter.numel()
+
+    def of(self, sums: Tensor) -> Tensor:
+        """Returns the parameter's part of its bucket's sum as a view in the parameter's shape."""
+        return sums[self.start : self.stop].view(self.parameter.shape)
+
+
+@dataclass
+class Bucket:
+    """Parameters whose gradients are summed in one flat tensor and reduced by one collective.
+
+    What lies between and behind the slices is padding and stays zero.
+    """
+
+    slices: list[Slice]
+    size: int  # elements of the flat tensor, padding included; a multiple of the number of replicas
+    dtype: torch.dtype  # of the sum over micro-batches
+    kept: Tensor | None = None  # a flat tensor that outlives the step; else there is one during a step
+    sums: Tensor | None = None
+    missing: int = 0  # gradients that are still to come in this step
+    on_wire: Tensor | None = None  # the collective's tensor, while it runs
+    work: dist.Work | None = None
+    partition: Tensor | None = field(default=None, repr=False)  # fp32 mean over the replicas, from `finish` on
+
+    def open(self, device: torch.device) -> Tensor:
+        """Returns the flat sum, which exists from a step's first gradient on; slices without one hold anything.
+
+        Only padding is set to zero: pages of a slice's memory on a CPU count once its gradient is written there.
+        """
+        if self.sums is None and self.kept is not None:
+            self.sums = self.kept
+        elif self.sums is None:
+            self.sums = torch.empty(self.size, dtype=self.dtype, device=device)
+            ends = [0, *(one.stop for one in self.slices)]
+            starts = [*(one.start for one in self.slices), self.size]
+            for end, start in zip(ends, starts, strict=True):
+                self.sums[end:start].zero_()
+        return self.sums
+
+
+class GradientReducer:
+    """Reduces the gradients of one rank's parameters over its replicas.
+
+    A step is `begin`, any number of backward passes, `finish`, the use of `partitions`, `release`. Buckets start in one
+    fixed order, the same on all replicas: by their first parameters, from the last to the first, as backward reaches
+    them. One that lacks a gradient holds up those behind it; `finish` refuses a step in which one never came. Between
+    `begin` and `finish` nothing else may use the group: a replica that waits for a gradient starts later.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        parameters: Iterable[nn.Parameter],
+        group: dist.ProcessGroup,
+        wire_dtype: torch.dtype,
+        activity: Activity,
+        tensor_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """`parameters` are those of all buckets in the order in which forward uses them; `wire_dtype` is the format in
+        which replicas sum. In `tensor_group` those are summed that say `is_summed_at_step`."""
+        self._buckets, self._group, self._wire_dtype, self._activity = buckets, group, wire_dtype, activity
+        self._tensor_group = tensor_group
+        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        positions = {parameter: position for position, parameter in enumerate(parameters)}
+        self._place = {one.parameter: (bucket, one) for bucket in buckets for one in bucket.slices}
+        assert self._place.keys() == positions.keys(), "buckets and parameters are not the same"
+        self._order = sorted(buckets, key=lambda bucket: -min(positions[one.parameter] for one in bucket.slices))
+        self.device = next(iter(positions)).device
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._started = len(buckets)  # buckets of this step; all of them: no step has begun
+        for parameter in positions:
+            parameter.register_post_accumulate_grad_hook(self._take)
+            if self._stream is not None:  # on a CPU the GEMM that adds takes longer than the passes it saves
+                parameter.gradient_sums = self  # type: ignore[attr-defined]
+
+    def expect_more(self, parameter: nn.Parameter, count: int) -> None:
+        """Says that from now on a weight gets `count` gradients more in a step than there are micro-batches, as a tied
+        one."""
+        self._place[parameter][1].from_elsewhere = count
+
+    def begin(self, micro_batches: int) -> None:
+        """Begins a step in which each parameter gets a gradient from each of `micro_batches` backward passes."""
+        self.release()
+        self._started = 0
+        for bucket in self._buckets:
+            for one in bucket.slices:
+                one.expected, one.received = micro_batches + one.from_elsewhere, 0
+            bucket.missing = sum(one.expected for one in bucket.slices)
+
+    def add_product(self, parameter: nn.Parameter, grad: Tensor, x: Tensor) -> None:
+        """Adds `grad^T x`, a new gradient of a weight, to its bucket; layers call it in backward."""
+        bucket, one = self._expected(parameter)
+        add_product(one.of(bucket.open(grad.device)), grad, x, is_first=not one.received)
+        self._count(bucket, one)
+
+    def _take(self, parameter: nn.Parameter) -> None:
+        """Adds a parameter's new gradient to its bucket; runs behind each accumulation into `grad`."""
+        gradient = parameter.grad
+        if gradient is None:  # a layer has put it off, and hands it over later, or has added it by `add_product`
+            return
+        parameter.grad = None
+        bucket, one = self._expected(parameter)
+        own = one.of(bucket.open(gradient.device))
+        if one.received:
+            own.add_(gradient)
+        else:
+            own.copy_(gradient)  # over the last step's
+        self._count(bucket, one)
+
+    def _expected(self, parameter: nn.Parameter) -> tuple[Bucket, Slice]:
+        """Returns the place of a gradient that has come. Raises RuntimeError if none is expected."""
+        bucket, one = self._place[parameter]
+        # one too many may come while its bucket waits, and would stand for one of another parameter that never comes
+        if one.received == one.expected or self._started == len(self._buckets):
+            raise RuntimeError(
+                f"a gradient of {one} came after its bucket was reduced, or is one too many: it is the parameter's "
+                f"number {one.received + 1} of this step, for which `begin` and `expect_more` have announced "
+                f"{one.expected}; a layer that is applied several times in a forward pass needs `expect_more`"
+            )
+        return bucket, one
+
+    def _count(self, bucket: Bucket, one: Slice) -> None:
+        one.received += 1
+        bucket.missing -= 1
+        if bucket.missing == 0:
+            self._start_complete()
+
+    def _start_complete(self) -> None:
+        while self._started < len(self._order) and self._order[self._started].missing == 0:
+            self._start(self._order[self._started])
+
+    def _start(self, bucket: Bucket) -> None:
+        """Starts the collective of the next bucket, and does not wait for it."""
+        self._started += 1
+        sums = bucket.open(self.device)
+        if self._size == 1:
+            bucket.partition = sums.float()
+            return
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        reducing = self._activity.interruption(Operation.REDUCE_GRADIENTS, self._started, self._activity.peers.data)
+        with reducing, self._beside():
+            bucket.on_wire = sums.to(self._wire_dtype)
+            own = self._own(bucket.on_wire)
+            bucket.work = getattr(dist, REDUCE_SCATTER)(own, bucket.on_wire, group=self._group, async_op=True)
+            if self._stream is not None:
+                self._settle(bucket)
+
+    def _settle(self, bucket: Bucket) -> None:
+        """Waits for a bucket's collective, on CUDA without the host, and makes its sum a mean.
+
+        It is divided last and in fp32: a quotient of each addend would round once per replica.
+        """
+        assert bucket.work is not None and bucket.on_wire is not None and bucket.sums is not None
+        bucket.work.wait()
+        own = self._own(bucket.sums)
+        if bucket.dtype != torch.float32:
+            own = self._own(bucket.on_wire).float()
+        elif bucket.on_wire is not bucket.sums:
+            own.copy_(self._own(bucket.on_wire))
+        bucket.partition = own.div_(self._size)
+        bucket.work = bucket.on_wire = None
+
+    def finish(self) -> None:
+        """Waits for all reductions: on CUDA the current stream does, not the host. Raises RuntimeError if a gradient of
+        this step never came, which their sum would pass over in silence."""
+        if self._started < len(self._order):
+            few = [one for bucket in self._buckets for one in bucket.slices if one.received < one.expected]
+            raise RuntimeError(
+                f"gradients of {len(few)} parameters never came in this step, first that of {few[0]}: backward brought "
+                f"{few[0].received} of the {few[0].expected} that `begin` and `expect_more` have announced; the step "
+                "ends here, before it changes a weight: a pass of the schedule, or a layer in one, was left out"
+            )
+        if self._size > 1:
+            self._activity.record_op(Operation.REDUCE_GRADIENTS, self._started, self._activity.peers.data)
+            if self._stream is not None:
+                torch.cuda.current_stream(self.device).wait_stream(self._stream)
+            else:
+                for bucket in self._order:
+                    self._settle(bucket)
+        self._sum_in_tensor_group()
+
+    def _sum_in_tensor_group(self) -> None:
+        """Sums the gradients of replicated parameters of which each tensor-parallel rank has computed a part.
+
+        Sums over micro-batches, replicas and these ranks commute, so there is one collective in a step, of what this
+        rank owns, in fp32. Ranks of a group own the same places.
+        """
+        parts = [part for each, _, part in self.own_parts() if getattr(each, "is_summed_at_step", False)]
+        if parts:
+            self._activity.record_op(Operation.REDUCE_GRADIENTS, peers=self._activity.peers.tensor)
+            whole = torch.cat(parts)
+            dist.all_reduce(whole, group=self._tensor_group)
+            torch._foreach_copy_(parts, whole.split([len(part) for part in parts]))
+
+    @property
+    def partitions(self) -> list[Tensor]:
+        """This rank's part of the mean of each bucket, flat and fp32, in the order of the buckets; after `finish`."""
+        found = [bucket.partition for bucket in self._buckets if bucket.partition is not None]
+        assert len(found) == len(self._buckets), "gradients are read before `finish`"
+        return found
+
+    def own_parts(self) -> Iterator[tuple[nn.Parameter, int, Tensor]]:
+        """Yields the parameters of which this rank holds reduced gradients, the first element that it holds of each,
+        and its part of the mean, flat: a view of `partitions`."""
+        for bucket, partition in zip(self._buckets, self.partitions, strict=True):
+            first = self._rank * len(partition)
+            for one in bucket.slices:
+                start, stop = max(one.start, first), min(one.stop, first + len(partition))
+                if start < stop:
+                    yield one.parameter, start - one.start, partition[start - first : stop - first]
+
+    def whole_gradients(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yields each parameter and its whole mean gradient, fp32, in the parameter's shape; collective, after
+        `finish`. For tests and reports: one all-reduce per parameter."""
+        own = {parameter: (start, part) for parameter, start, part in self.own_parts()}
+        for parameter in self._place:
+            whole = torch.zeros(parameter.numel(), device=self.device)
+            if parameter in own:
+                start, part = own[parameter]
+                whole[start : start + len(part)] = part
+            if self._size > 1:
+                dist.all_reduce(whole, group=self._group)
+            yield parameter, whole.view(parameter.shape)
+
+    def release(self) -> None:
+        """Frees what a step leaves: its sums, unless their memory is kept, and the partitions."""
+        for bucket in self._buckets:
+            bucket.sums = bucket.partition = None
+
+    def _own(self, flat: Tensor) -> Tensor:
+        length = len(flat) // self._size
+        return flat[self._rank * length : (self._rank + 1) * length]
+
+    def _beside(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

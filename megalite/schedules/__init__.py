@@ -1,0 +1,1 @@
+"""The programs of pipelined steps, which the engine runs and the planner draws. No torch."""

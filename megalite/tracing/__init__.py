@@ -1,0 +1,1 @@
+"""The activity of a rank, now and before, for the watchdog and the recorder."""

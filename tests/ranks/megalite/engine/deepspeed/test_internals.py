@@ -1,0 +1,467 @@
+"""Fails when a place of DeepSpeed's insides that we lean on moves, or when a defect that we work round is gone.
+
+The first kind says where to look after an upgrade; the second says what can be deleted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import logging
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import deepspeed.comm
+import deepspeed.ops
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.fp16 import loss_scaler
+from deepspeed.runtime.pipe.topology import PipelineParallelGrid
+from deepspeed.runtime.precision_config import DeepSpeedFP16Config
+from deepspeed.runtime.zero import partitioned_param_coordinator as coordinator
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.utils import logger, safe_get_full_optimizer_state, safe_set_full_fp32_param
+from torch import nn
+
+from megalite.config import Config, resolve_layout
+from megalite.config.deepspeed import NESTED, PASSED_ON, refused_keys
+from megalite.engine.build import build_engine
+from megalite.engine.deepspeed import internals as seams
+from megalite.engine.deepspeed.process_groups import Grid
+from megalite.engine.parameter_state import read_parameter, write_weight
+from megalite.parallel.mesh import Mesh
+from models.decoder import decoder_layers
+from tests.helpers.engine_cases import Case, engine_of, global_batches, micro_batches_of
+from tests.helpers.rank_pool import run_fresh_ranks, run_ranks
+
+
+def _shared_memory_collective(rank: int) -> dict[str, Any]:
+    torch_backend = sys.modules["deepspeed.comm.torch"]  # as an attribute of deepspeed.comm it is torch itself
+    builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
+    compiled = []
+
+    def compile_now(self: Any, *_: Any) -> Any:
+        compiled.append(self.NAME)
+        return SimpleNamespace()
+
+    type(builder).load = compile_now
+    del deepspeed.ops.__compatible_ops__  # ours, set when the group was joined
+    known = "deepspeed_shm_comm" in deepspeed.ops.__compatible_ops__
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = True
+    torch_backend.build_shm_op()
+    by_deepspeed = list(compiled)
+    seams.keep_collective_uncompiled()
+    return {
+        "at_start": "build_shm_op" in torch_backend.TorchBackend.__init__.__code__.co_names,
+        "known": known,
+        "by_deepspeed": by_deepspeed,
+        "after_ours": torch_backend.build_shm_op(),
+        "compiled": compiled,
+    }
+
+
+def test_deepspeed_would_compile_its_cpu_collective_at_start() -> None:
+    (seen,) = run_fresh_ranks(_shared_memory_collective, 1)
+    assert seen["at_start"], "fixed in DeepSpeed: init_distributed builds nothing"
+    assert seen["known"], "deepspeed.ops.__compatible_ops__ does not list the operator any more"
+    assert seen["by_deepspeed"] == ["deepspeed_shm_comm"]
+    assert seen["after_ours"] is None
+    assert seen["compiled"] == ["deepspeed_shm_comm"], "compiled although we switched it off"
+
+
+def test_deepspeeds_logger_is_where_we_quieten_it() -> None:
+    level = logger.level
+    logger.setLevel(logging.INFO)  # the default of some versions in our range
+    try:
+        with warnings.catch_warnings():
+            seams.quiet_logging()
+        assert logger.getEffectiveLevel() == logging.WARNING
+        assert logger.name == "DeepSpeed"
+        skips = "OVERFLOW! Skipping step"
+        assert skips in inspect.getsource(loss_scaler), "DeepSpeed says it in other words, or no more"
+        assert not logger.filter(logger.makeRecord("", logging.WARNING, "", 0, f"[deepspeed] {skips}.", (), None))
+    finally:
+        logger.setLevel(level)
+
+
+def _warnings_of_collectives(rank: int) -> tuple[list[str], list[str]]:
+    def call() -> list[str]:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            if quieted:
+                seams.quiet_logging()
+            whole = torch.zeros(1)
+            deepspeed.comm.all_gather_into_tensor(whole, torch.ones(1))
+            deepspeed.comm.reduce_scatter_tensor(whole, torch.ones(1))
+        return [str(w.message) for w in seen]
+
+    quieted = False
+    loud = call()
+    quieted = True
+    return loud, call()
+
+
+@pytest.mark.skipif(not hasattr(dist, "all_gather_single"), reason="torch before 2.13 does not deprecate the old names")
+def test_deepspeed_calls_collectives_by_deprecated_names() -> None:
+    ((loud, quiet),) = run_ranks(_warnings_of_collectives, 1)
+    assert len(loud) == 2
+    assert quiet == []
+
+
+def test_the_pipeline_grid_lacks_the_tensor_parallel_group() -> None:
+    # deepspeed.checkpointing and others ask an mpu for it
+    assert not hasattr(PipelineParallelGrid, "get_tensor_model_parallel_group")
+    assert hasattr(PipelineParallelGrid, "get_tensor_model_parallel_rank")
+    assert hasattr(Grid, "get_tensor_model_parallel_group")
+
+
+def _printed_by_a_grid(rank: int) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        Grid(Mesh(2, 1, 1))
+    return printed.getvalue()
+
+
+def test_deepspeed_prints_its_geometry() -> None:
+    assert "Using topology" in run_ranks(_printed_by_a_grid, 2)[0], "runtime/pipe/topology.py prints it no more"
+    with contextlib.redirect_stdout(io.StringIO()) as outside, seams.quiet_stdout():
+        print("topology")
+    assert outside.getvalue() == ""
+
+
+def _model_parallel_ranks(rank: int) -> tuple[int, int]:
+    with contextlib.redirect_stdout(io.StringIO()):
+        grid = Grid(Mesh(2, 2, 1))
+    return PipelineParallelGrid.get_model_parallel_rank(grid), grid.get_model_parallel_rank()
+
+
+def test_zero_3s_norm_asks_for_a_rank_that_tells_stages_apart() -> None:
+    """What tensor-parallel ranks hold alike is counted on rank 0: by DeepSpeed's, of the first stage only."""
+    assert "mpu.get_model_parallel_rank()" in inspect.getsource(DeepSpeedZeroOptimizer_Stage3), "stage3.py moved"
+    theirs, ours = zip(*run_ranks(_model_parallel_ranks, 4), strict=True)
+    assert ours == (0, 1, 0, 1)
+    assert theirs == (0, 1, 2, 3), "fixed in DeepSpeed: `Grid` need not replace it"
+
+
+def _compared_over_the_world(rank: int) -> str:
+    """Each rank is a stage of its own, whose modules are numbered from 0."""
+    try:
+        coordinator.assert_ints_same_as_other_ranks([rank] * 3)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_zero_3_compares_the_order_of_modules_over_the_world() -> None:
+    """Stages differ, so `let_stages_differ` takes the comparison away."""
+    source = inspect.getsource(coordinator.PartitionedParameterCoordinator.reset_step)
+    assert "assert_ints_same_as_other_ranks([m.ds_id for m in self.__submodule_order])" in source, (
+        "partitioned_param_coordinator.py compares no more, or is told a group: `let_stages_differ` may go"
+    )
+    first, second = run_fresh_ranks(_compared_over_the_world, 2)
+    assert not first and "disagreement" in second
+
+
+ENGINES = {
+    "single_partition_of_fp32_groups": [Case(dp=2, zero=1), Case(dp=2, zero=2), Case(pp=2)],
+    "fp32_groups_flat_partition": [Case(dp=2, zero=1, dtype="bf16"), Case(pp=2, dtype="bf16")],
+    "fp32_partitioned_groups_flat": [Case(dp=2, zero=3), Case(dp=2, zero=3, dtype="bf16")],
+}
+
+
+def _trained_engines(rank: int, cases: list[Case]) -> list[dict[str, Any]]:
+    seen = []
+    for case in cases:
+        engine = engine_of(case)
+        optimizer = engine.deepspeed.optimizer
+        asked = _Asked()
+        result = engine.train_step(micro_batches_of(engine, case, global_batches(case)[0]), case.learning_rate, asked)
+        flats = seams.flat_partitions(optimizer)
+        # reading is a collective over the replicas, which fails on some of them only: asked where there is one
+        alone = engine.mesh.data_parallel_size == 1
+        unlinked = [_is_readable(parameter) for _, parameter in engine.parameters()] if alone else []
+        seams.link_optimizer_state(optimizer)
+        linked = [_is_readable(parameter) for _, parameter in engine.parameters()]
+        seen.append(
+            {
+                "names": [name for name in seams.FLAT_PARTITIONS if hasattr(optimizer, name)],
+                "stepped": {id(flat) for flat in flats} == {id(key) for key in engine.torch_optimizer.state},
+                "dtypes": {flat.dtype for flat in flats},
+                "partitioned": {seams.is_partitioned(parameter) for _, parameter in engine.parameters()},
+                "can_refresh": hasattr(optimizer, "update_lp_params"),
+                "can_link": hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"),
+                "has_link_flag": hasattr(optimizer, "_hp_optimizer_states_linked"),
+                "unlinked": unlinked,
+                "linked": all(linked),
+                "loss_scaler": seams.loss_scaler_state(optimizer),
+                "asked": asked.times,
+                "micro_losses": len(result.micro_losses),
+                "is_last_stage": engine.coordinate.pipeline_rank == case.pp - 1,
+            }
+        )
+        engine.deepspeed.destroy()
+    return seen
+
+
+class _Asked:
+    """A judge that takes every step and asks for its loss twice."""
+
+    times = 0
+
+    waits = True
+
+    def takes(self, loss: Callable[[], float]) -> bool:
+        self.times += 1
+        return loss() == loss()
+
+    def examine(self) -> None:
+        raise AssertionError("the step was not taken")
+
+
+def _is_readable(parameter: nn.Parameter) -> bool:
+    try:
+        return safe_get_full_optimizer_state(parameter, "exp_avg") is not None
+    except (KeyError, ValueError, TypeError):
+        return False
+
+
+@pytest.fixture(scope="module")
+def engines() -> dict[str, list[dict[str, Any]]]:
+    """What each case's engine looks like after a step, by case and rank."""
+    cases = [case for group in ENGINES.values() for case in group]
+    by_rank = run_fresh_ranks(_trained_engines, 2, cases)
+    return {str(case): [seen[index] for seen in by_rank] for index, case in enumerate(cases)}
+
+
+ENGINE_CASES = [(name, case) for name, cases in ENGINES.items() for case in cases]
+
+
+@pytest.mark.parametrize(("name", "case"), ENGINE_CASES, ids=str)
+def test_flat_partitions_are_what_the_torch_optimizer_steps(
+    name: str, case: Case, engines: dict[str, list[dict[str, Any]]]
+) -> None:
+    for seen in engines[str(case)]:
+        assert seen["names"] == [name], "a DeepSpeed optimizer renamed its flat fp32 partitions"
+        assert seen["stepped"], f"{name} is not what torch's optimizer holds state for"
+        assert seen["dtypes"] == {torch.float32}
+        assert seen["partitioned"] == {case.zero == 3}
+        assert seen["can_refresh"] == (case.zero != 3)
+        assert seen["can_link"] == seen["has_link_flag"] == (case.zero != 3)
+        assert seen["linked"], "moments are unreadable even after link_optimizer_state"
+        assert seen["loss_scaler"] == {}
+
+
+@pytest.mark.parametrize(("name", "case"), ENGINE_CASES, ids=str)
+def test_an_optimizer_is_stopped_between_the_norm_and_the_update(
+    name: str, case: Case, engines: dict[str, list[dict[str, Any]]]
+) -> None:
+    """tests/ranks/megalite/engine/test_step_gate.py shows that it does stop there, and leaves no trace."""
+    for seen in engines[str(case)]:
+        assert seen["asked"] == 1, "DeepSpeed no longer asks where `GatedStep` listens"
+        assert seen["micro_losses"] == (case.accumulation if seen["is_last_stage"] else 0)
+
+
+def test_zero_1_links_no_moments_itself(engines: dict[str, list[dict[str, Any]]]) -> None:
+    """Its own `step` does, after the first group's; ours replaces it."""
+    for case in (Case(pp=2), Case(pp=2, dtype="bf16")):
+        for seen in engines[str(case)]:
+            assert not any(seen["unlinked"]), "link_optimizer_state is not needed any more"
+
+
+def _write_and_read_back(rank: int) -> dict[str, bool]:
+    """131 x 48, 48 and other sizes, none of which five ranks divide."""
+    engine = engine_of(Case(dp=5, zero=3, micro_batch=1))
+    parameters = [parameter for _, parameter in engine.parameters()]
+    torch.manual_seed(0)
+    values = [torch.randn(parameter.shard.local_shape) for parameter in parameters]  # type: ignore[attr-defined]
+    deepspeed_can = True
+    try:
+        for parameter, value in zip(parameters, values, strict=True):
+            safe_set_full_fp32_param(parameter, value)
+    except RuntimeError:
+        deepspeed_can = False
+    for parameter, value in zip(parameters, values, strict=True):
+        write_weight(parameter, value)
+    pairs = zip(parameters, values, strict=True)
+    ours_can = all(torch.equal(read_parameter(parameter, ())["weight"], value) for parameter, value in pairs)
+    return {"deepspeed": deepspeed_can, "ours": ours_can}
+
+
+def test_zero_3_cannot_set_a_weight_that_its_ranks_do_not_divide() -> None:
+    seen = run_ranks(_write_and_read_back, 5)
+    assert all(rank["ours"] for rank in seen)
+    assert not all(rank["deepspeed"] for rank in seen), "fixed in DeepSpeed: `write_weight` could use its setter"
+
+
+def test_no_flat_partition_is_said_not_guessed() -> None:
+    with pytest.raises(AssertionError, match="DeepSpeed has renamed it"):
+        seams.flat_partitions(SimpleNamespace())
+
+
+def _waits_for_the_device(rank: int, options: dict[str, Any]) -> list[int]:
+    """How often the host waited for all work on the device, in each of four steps of three micro-batches."""
+    waits: list[int] = []
+    type(get_accelerator()).synchronize = lambda *_: waits.append(1)
+    case = Case(accumulation=3, steps=4)
+    config = case.config().model_copy(update={"deepspeed": options})  # unchecked: a config may not turn the timer on
+    engine = build_engine(decoder_layers(config.model), config, resolve_layout(config, 1, "cpu"))
+    seen = []
+    for batch in global_batches(case):
+        waits.clear()
+        engine.train_step(micro_batches_of(engine, case, batch), case.learning_rate)
+        seen.append(len(waits))
+    return seen
+
+
+def test_deepspeeds_throughput_timer_would_wait_for_the_device_at_every_forward() -> None:
+    """utils/timer.py: and at the end of each step, from the third on. A hand-over of a pipeline is a forward too."""
+    timed = {"timers": {"throughput": {"enabled": True}}}
+    ((ours,), (theirs,)) = (run_fresh_ranks(_waits_for_the_device, 1, options) for options in ({}, timed))
+    assert ours == [0, 0, 0, 0]
+    assert theirs == [0, 0, 4, 4], "fixed in DeepSpeed: the timer may stay on"
+
+
+def _fp16_engine(rank: int) -> dict[str, Any]:
+    type(get_accelerator()).is_fp16_supported = lambda self: True  # the CPU here may have no fp16 matrix product
+    fp16 = Config.model_validate(Case().config().model_dump() | {"precision": {"dtype": "fp16"}})
+    optimizer = build_engine(decoder_layers(fp16.model), fp16, resolve_layout(fp16, 1, "cuda")).deepspeed.optimizer
+    before = seams.loss_scaler_state(optimizer)
+    seams.set_loss_scaler_state(optimizer, {name: value + 1 for name, value in before.items()})
+    after = seams.loss_scaler_state(optimizer)
+    scaler = optimizer.loss_scaler
+    fresh = dict(vars(scaler))
+    for overflow in (False, True, False, True, True, False):
+        scaler.update_scale(overflow)
+    moved = {name for name, value in vars(scaler).items() if fresh[name] != value}
+    return {"before": before, "after": after, "moved": moved, "at_smallest": _at_smallest_loss_scale(optimizer)}
+
+
+def _at_smallest_loss_scale(optimizer: Any) -> list[str | float]:
+    """What one more overflow does there: DeepSpeed's own way, and ours."""
+    scaler, seen = optimizer.loss_scaler, []
+    for prepare in (lambda _: setattr(scaler, "raise_error_at_min_scale", True), seams.stay_at_smallest_loss_scale):
+        prepare(optimizer)
+        seams.set_loss_scaler_state(optimizer, {"cur_scale": scaler.min_scale, "cur_hysteresis": 1})
+        assert not seams.loss_scale_can_fall(optimizer)
+        try:
+            scaler.update_scale(True)
+            seen.append(scaler.cur_scale / scaler.min_scale)
+        except Exception as error:
+            seen.append(str(error))
+    seams.set_loss_scaler_state(optimizer, {"cur_scale": 2 * scaler.min_scale})
+    assert seams.loss_scale_can_fall(optimizer)
+    return seen
+
+
+def test_fp16s_loss_scale_is_read_and_put_back_and_nothing_is_forgotten() -> None:
+    (seen,) = run_fresh_ranks(_fp16_engine, 1)
+    assert tuple(seen["before"]) == seams.LOSS_SCALER_FIELDS
+    assert seen["before"]["cur_scale"] >= 2**10
+    assert seen["after"] == {name: value + 1 for name, value in seen["before"].items()}
+    assert seen["moved"] == set(seams.LOSS_SCALER_FIELDS), "the loss scaler has state that a resume would lose"
+    theirs, ours = seen["at_smallest"]
+    assert "cannot decrease scale anymore" in str(theirs), "fixed in DeepSpeed: nothing is raised at the smallest scale"
+    assert ours == 1.0
+
+
+MUON_READ = """
+import sys
+{before}
+import deepspeed.runtime.zero.muon.muon_optimizer
+sys.exit("torch._inductor.compile_fx" in sys.modules)
+"""
+
+
+@pytest.mark.slow
+def test_reading_muon_no_longer_imports_the_compiler() -> None:
+    """`keep_muon_uncompiled` saves that import; when the second process stops needing it, the defect is gone."""
+    keep = "from megalite.engine.deepspeed.internals import keep_muon_uncompiled; keep_muon_uncompiled()"
+    with_seam = subprocess.run([sys.executable, "-c", MUON_READ.format(before=keep)], check=False)
+    without = subprocess.run([sys.executable, "-c", MUON_READ.format(before="")], check=False)
+    assert with_seam.returncode == 0
+    assert without.returncode == 1
+
+
+def _timeouts_without_ours(rank: int) -> set[float]:
+    import megalite.engine.build as module
+
+    module.share_timeout = lambda: None
+    engine_of(Case(pp=2, dp=1))
+    return {seams.timeout_of(group).total_seconds() for group in seams.process_groups()}
+
+
+def test_deepspeed_s_groups_have_not_the_timeout_of_the_job() -> None:
+    """tests/ranks/megalite/engine/test_timeouts.py holds that they have it after all."""
+    for seen in run_fresh_ranks(_timeouts_without_ours, 2, timeout_s=90):
+        assert seen == {90.0, 1800.0}, "fixed in DeepSpeed, or torch: share_timeout has nothing to do"
+
+
+@pytest.mark.parametrize(
+    ("section", "model"), [("zero_optimization", DeepSpeedZeroConfig), ("fp16", DeepSpeedFP16Config)]
+)
+def test_the_keys_of_its_sections_are_those_that_the_config_knows(section: str, model: Any) -> None:
+    """Of any other key it raises pydantic's error on the ranks."""
+    assert model.model_config["extra"] == "forbid"
+    removed = {path[1] for path in refused_keys() if path[0] == section and len(path) == 2} - NESTED[section]
+    assert {field.alias or name for name, field in model.model_fields.items()} - removed == NESTED[section]
+
+
+class _RecordingConfig(dict[str, Any]):
+    """A config that remembers the keys that it is asked for."""
+
+    keys_asked: ClassVar[set[str]] = set()
+
+    def __contains__(self, key: object) -> bool:
+        self.keys_asked.add(str(key))
+        return super().__contains__(key)
+
+    def __getitem__(self, key: str) -> Any:
+        self.keys_asked.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.keys_asked.add(key)
+        return super().get(key, default)
+
+
+def test_every_key_that_deepspeed_asks_for_is_passed_on_or_refused_with_a_reason() -> None:
+    """One of a newer DeepSpeed would be called unknown, or do nothing in silence."""
+    DeepSpeedConfig(_RecordingConfig(train_batch_size=1))
+    known = PASSED_ON | {path[0] for path in refused_keys()}
+    assert len(_RecordingConfig.keys_asked) > 40
+    assert _RecordingConfig.keys_asked - known == set(), "add a row to megalite/config/stacks/deepspeed.yaml"
+
+
+def _sizes_after_a_change(rank: int) -> dict[str, tuple[int, int, int]]:
+    def sizes(engine: Any) -> tuple[int, int, int]:
+        known = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
+        return *known, engine.optimizer.gradient_accumulation_steps
+
+    found = {}
+    for zero in (2, 3):
+        engine = engine_of(Case(zero=zero, micro_batch=2, accumulation=1)).deepspeed
+        engine.set_train_batch_size(4)
+        found[f"theirs, ZeRO-{zero}"] = sizes(engine)
+        seams.set_batch_size(engine, 12, 3)
+        found[f"ours, ZeRO-{zero}"] = sizes(engine)
+        engine.destroy()
+    return found
+
+
+def test_a_change_of_the_batch_reaches_the_optimizer() -> None:
+    """ZeRO-2 takes the norm of offloaded gradients by its own number of micro-batches: of the last one alone where that
+    is still 1."""
+    (found,) = run_ranks(_sizes_after_a_change, 1)
+    for zero in (2, 3):
+        assert found[f"theirs, ZeRO-{zero}"] == (2, 2, 1), (
+            "fixed in DeepSpeed: set_train_batch_size tells its optimizer"
+        )
+        assert found[f"ours, ZeRO-{zero}"] == (3, 4, 4)

@@ -1,0 +1,97 @@
+"""A failure of one rank is heard by all others, whoever serves the store; nobody else can make one up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+
+from launch.runtime.local_ranks import free_port
+from megalite.distributed import start_failures
+from megalite.distributed.meeting_store import join, serve
+from megalite.distributed.rendezvous import Rendezvous
+from megalite.distributed.start_failures import FAILED, FailureWatch, StartFailure, note_failure, read_failure
+from megalite.distributed.store_address import SECRET, SharedSecret, new_secret
+
+LIMIT = timedelta(seconds=20)
+FAILURE = StartFailure(0, "node1", 2, "run_dir is full")
+
+
+@pytest.fixture(autouse=True)
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LOOK_S", "RETRY_S"):
+        monkeypatch.setattr(start_failures, name, 0.02)
+
+
+def environment(rank: int, port: int, secret: str) -> dict[str, str]:
+    own = {"RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return own | ({SECRET: secret} if secret else {})
+
+
+@pytest.mark.parametrize("secret", ["", new_secret()], ids=["open", "with a secret"])  # each worker draws its own
+@pytest.mark.parametrize("failed", [0, 1, 2])
+def test_all_other_ranks_hear_of_a_failure(failed: int, secret: str) -> None:
+    """Rank 0 has failed before it served the store, or another rank while rank 0 waits for it."""
+    port, failure = free_port(), FAILURE._replace(rank=failed)
+    heard: list[Future[StartFailure]] = [Future() for _ in range(3)]
+    with ThreadPoolExecutor(3) as threads:
+
+        def come(rank: int) -> None:
+            def end(failure: StartFailure, is_heard: Callable[[], bool]) -> None:
+                if rank == 0:
+                    assert is_heard()
+                heard[rank].set_result(failure)
+
+            if rank == 0:
+                store = serve("127.0.0.1", port, LIMIT)
+                store.set("megalite/challenge", SharedSecret(secret, 3).challenge if secret else "")
+            else:
+                store = join("127.0.0.1", port, LIMIT, 20.0)
+            FailureWatch(store.clone(), rank, 3, secret, end)  # type: ignore[attr-defined]
+            kept.append(store)
+
+        kept: list[object] = []
+        others = [threads.submit(come, rank) for rank in range(3) if rank != failed]
+        note_failure(failure, environment(failed, port, secret), 20.0)
+        for other in others:
+            other.result()
+        assert [heard[rank].result(20) for rank in range(3) if rank != failed] == [failure] * 2
+
+
+def test_notes_that_no_rank_of_the_run_has_written_are_ignored() -> None:
+    """A stranger, or another run at the same place, could end the run otherwise."""
+    port, secret = free_port(), new_secret()
+    store = serve("127.0.0.1", port, LIMIT)
+    own = SharedSecret(secret, 3)
+    store.set("megalite/challenge", own.challenge)
+    other = SharedSecret(new_secret(), 3, own.challenge)
+    fields = FAILURE._asdict()
+    hostile = [
+        b"\xff", b"[]", b"null", b"{" * 10_000, FAILURE.packed(None).encode(), FAILURE.packed(other).encode(),
+        json.dumps(fields).encode(), json.dumps(fields | {"rank": 3, "proof": ""}).encode(),
+    ]  # fmt: skip
+    for note in hostile:
+        store.set(FAILED, note)
+        assert read_failure(store, secret, 3) is None, note
+    for wrong in ({"code": 0}, {"code": 256}, {"rank": True}, {"rank": -1}, {"text": 1}, {"more": 1}):
+        assert StartFailure.unpacked(json.dumps(fields | {"proof": ""} | wrong).encode(), None, 3) is None, wrong
+    note_failure(FAILURE._replace(rank=1), environment(1, port, new_secret()), 0.1)
+    assert read_failure(store, secret, 3) is None
+    note_failure(FAILURE._replace(rank=1), environment(1, port, secret), 20.0)
+    assert read_failure(store, secret, 3) == FAILURE._replace(rank=1)
+
+
+def test_a_rank_that_waits_in_torch_is_ended_too() -> None:
+    """Rank 1 meets a store that a witness of rank 0 serves, and would wait for the others there."""
+    port, secret = free_port(), new_secret()
+    ended: Future[StartFailure] = Future()
+    with ThreadPoolExecutor(2) as threads:
+        threads.submit(note_failure, FAILURE, environment(0, port, secret), 1.0)
+        own = environment(1, port, secret)
+        threads.submit(
+            Rendezvous, timedelta(seconds=1), environment=own, end=lambda failure, _: ended.set_result(failure)
+        )
+        assert ended.result(20) == FAILURE

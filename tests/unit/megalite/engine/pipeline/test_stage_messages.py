@@ -1,0 +1,106 @@
+"""A message of a pipeline carries a block's input whole, in as many bytes as it says.
+
+That masks of dropout are the same on every layout: tests/ranks/launch/parity/test_special_models.py.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megalite.engine.batch_transfer import BatchTransfer
+from megalite.engine.engine import Engine
+from megalite.engine.pipeline.stage_messages import MessageLayout
+from megalite.parallel.layers import BlockInput
+from megalite.schedules.program import MessageKind
+from tests.helpers.engine_cases import Case, global_batches
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("has_dropout", [False, True], ids=["", "dropout"])
+@pytest.mark.parametrize("document_mask", [False, True], ids=["plain", "packed"])
+def test_the_first_input_holds_what_the_model_reads_and_nothing_else(document_mask: bool, has_dropout: bool) -> None:
+    """Every stage gets what is in it, so sample ids without dropout would be sent for nobody."""
+    case = Case(document_mask=document_mask, steps=1, model={"residual_dropout": 0.1} if has_dropout else {})
+    (batch,) = global_batches(case)
+    (on_device,) = BatchTransfer(CPU, has_dropout=case.config().model.has_dropout)([batch])
+    engine: Any = None
+    found = Engine._first_input(engine, on_device)
+    assert torch.equal(found.hidden, torch.from_numpy(batch.tokens))
+    assert (found.positions is not None) == document_mask and (found.sample_ids is not None) == has_dropout
+    if found.positions is not None:
+        assert batch.positions is not None and torch.equal(found.positions, torch.from_numpy(batch.positions))
+    if found.sample_ids is not None:
+        assert found.sample_ids.tolist() == [0, 1, 2] and found.sample_ids.dtype == torch.int64
+
+
+def _layout(
+    batch: int, sequence: int, cut: int, hidden: int, dtype: torch.dtype, *, is_packed: bool, has_dropout: bool
+) -> MessageLayout:
+    """One whose hidden states are cut along the sequence, and positions are not."""
+    positions, samples = (batch, sequence * cut) if is_packed else None, (batch,) if has_dropout else None
+    return MessageLayout((batch, sequence, hidden), dtype, CPU, positions, samples)
+
+
+layouts = st.builds(
+    _layout,
+    st.integers(1, 5),
+    st.integers(1, 7),
+    st.integers(1, 3),
+    st.integers(1, 9),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    is_packed=st.booleans(),
+    has_dropout=st.booleans(),
+)
+
+
+def _input(layout: MessageLayout, seed: int) -> BlockInput:
+    draw = torch.Generator().manual_seed(seed)
+
+    def numbers(shape: tuple[int, ...] | None) -> Tensor | None:
+        return None if shape is None else torch.randint(-(2**62), 2**62, shape, generator=draw)
+
+    hidden = torch.randn(layout.hidden, generator=draw).to(layout.dtype).requires_grad_()
+    return BlockInput(hidden, numbers(layout.positions), numbers(layout.sample_ids))
+
+
+@given(layouts, st.integers(0, 2**31))
+def test_a_stage_finds_again_what_was_sent(layout: MessageLayout, seed: int) -> None:
+    """The receiver has nothing but the bytes of a buffer of its own."""
+    sent = _input(layout, seed)
+    message, buffer = layout.pack(sent), layout.new_buffer(MessageKind.ACTIVATION)
+    assert (message.shape, message.dtype) == (buffer.shape, buffer.dtype)
+    assert message.is_contiguous() and not message.requires_grad
+    numbers = sum(math.prod(shape) for shape in (layout.positions, layout.sample_ids) if shape is not None)
+    assert message.nbytes == 8 * numbers + layout.dtype.itemsize * math.prod(layout.hidden)
+    buffer.copy_(message)
+    for mine, theirs in zip(layout.unpack(buffer), sent, strict=True):
+        assert (mine is None) == (theirs is None)
+        if mine is not None and theirs is not None:
+            assert mine.dtype == theirs.dtype and torch.equal(mine, theirs)
+
+
+@given(layouts, st.integers(0, 2**31))
+def test_what_was_found_takes_part_in_backward(layout: MessageLayout, seed: int) -> None:
+    """The gradient of received hidden states is a message of its own, without positions and sample ids."""
+    hidden = layout.unpack(layout.pack(_input(layout, seed))).hidden
+    hidden.requires_grad_()
+    (2.0 * hidden).sum().backward()
+    expected = layout.new_buffer(MessageKind.GRADIENT)
+    assert hidden.grad is not None and hidden.grad.is_contiguous()
+    assert (hidden.grad.shape, hidden.grad.dtype) == (expected.shape, expected.dtype)
+    assert torch.equal(hidden.grad, torch.full_like(expected, 2.0))
+
+
+@pytest.mark.parametrize("missing", ["positions", "sample_ids"])
+def test_an_input_that_config_does_not_know_is_refused(missing: str) -> None:
+    layout = _layout(2, 3, 1, 4, torch.float32, is_packed=True, has_dropout=True)
+    with pytest.raises(AssertionError, match="differ from what config says"):
+        layout.pack(_input(layout, 0)._replace(**{missing: None}))
