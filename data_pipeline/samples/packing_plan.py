@@ -130,7 +130,7 @@ class PackingPlan:
 
     def _words(self, place: int, count: int) -> NDArray[np.int64]:
         words = np.empty(count, dtype=np.int64)
-        self._file.read(self._begin + 8 * place, words)
+        self._file.read(self._begin + 8 * place, words.data)
         return words
 
 

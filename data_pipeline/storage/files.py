@@ -1,18 +1,13 @@
 """Files that appear under their final names whole or not at all, and files that are read at random places."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import BinaryIO
 
 from data_pipeline.errors import DataError
-
-if TYPE_CHECKING:  # every command starts with this file, and few need numpy, which takes a tenth of a second
-    from numpy.typing import NDArray
 
 
 def with_ending(prefix: Path, ending: str) -> Path:
@@ -85,17 +80,17 @@ class StoredFile:
         self.path, self._status = path, path.stat()
         self.size = self._status.st_size
 
-    def read(self, place: int, into: NDArray[Any]) -> None:
-        """Fills an array from byte `place` on. Raises DataError if the file is another one by now."""
-        if not into.size:
+    def read(self, place: int, into: memoryview) -> None:
+        """Fills the memory of an array from byte `place` on. Raises DataError if the file is another one by now."""
+        if not into.nbytes:
             return
         file, missing = _opened(self), into.nbytes
-        left = into.data
+        left = into
         while count := os.preadv(file.descriptor, [left], place):
             if count == missing:
                 return
             missing, place = missing - count, place + count  # at most 2 GiB are read at once
-            left = into.data.cast("B")[-missing:]
+            left = into.cast("B")[-missing:]
         raise DataError(f"{self.path} became shorter while it was in use: write it again")
 
     def check_same(self, now: os.stat_result) -> None:

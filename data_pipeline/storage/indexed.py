@@ -89,7 +89,7 @@ class IndexedTokens:
     def read_into(self, low: int, tokens: NDArray[Any]) -> None:
         """Fills an array with the tokens from `low` on; it may be of another integer type than theirs."""
         if tokens.dtype == self.dtype:
-            self._bin.read(low * self._width, tokens)
+            self._bin.read(low * self._width, tokens.data)
         else:
             tokens[:] = self.read(low, low + len(tokens))
 
@@ -97,7 +97,7 @@ class IndexedTokens:
         """Returns which of the tokens [low, high) carry loss when they are predicted: without a mask all do."""
         loss = np.ones(high - low, dtype=np.uint8)
         if self._loss is not None:
-            self._loss.read(low, loss)
+            self._loss.read(low, loss.data)
         return loss.astype(np.bool_)
 
     def check_document(self, i: int) -> None:
@@ -202,7 +202,7 @@ class IndexedTokens:
     def _read_header(self) -> tuple[np.dtype[Any], int, int]:
         idx = self._idx.path
         head = np.empty(min(_HEADER.size, self._idx.size), dtype=np.uint8)
-        self._idx.read(0, head)
+        self._idx.read(0, head.data)
         if len(head) < _HEADER.size:
             raise DataError(f"{idx} is cut off inside its header ({len(head)} of {_HEADER.size} bytes): write it again")
         magic, version, code, sequences, boundaries = _HEADER.unpack(head.data)
@@ -247,7 +247,7 @@ class IndexedTokens:
 
     def _read_idx(self, place: int, count: int, kind: type[_Number]) -> NDArray[_Number]:
         numbers = np.empty(count, dtype=kind)
-        self._idx.read(place, numbers)
+        self._idx.read(place, numbers.data)
         return numbers
 
     def _damaged(self) -> DataError:

@@ -20,7 +20,7 @@ def stored(tmp_path: Path) -> StoredFile:
 
 def read(stored: StoredFile, place: int, count: int) -> list[int]:
     into = np.empty(count, dtype=np.uint8)
-    stored.read(place, into)
+    stored.read(place, into.data)
     return into.tolist()
 
 
