@@ -54,6 +54,8 @@ class RunHistory:
         files = RunFiles.read(run_dir)
         problems = list(files.problems)
         columns = read_columns(run_dir / METRICS, problems)
+        for losses in (columns[name] for name in ("loss", "evaluation_loss") if name in columns):
+            losses[losses == 0] = np.nan  # of samples without a target, which have no loss
         breakdowns = _breakdowns(run_dir / STEPS, problems)
         return cls(run_dir, files, columns, breakdowns, tuple(problems))
 

@@ -91,7 +91,8 @@ def read_status(run_dir: Path) -> RunStatus:
             logs=_logs(run_dir),
         )
     )
-    steps, losses = known(files.records, "step"), known(files.records, "loss")
+    steps = known(files.records, "step")
+    losses = [loss for loss in known(files.records, "loss") if loss]  # 0 is that of a step without targets
     step, total = (int(steps[-1]) if steps else None), _total_steps(session, files.config)
     left_s = None
     if state is RunState.RUNNING and step is not None and total is not None:

@@ -17,6 +17,7 @@ from data_pipeline.samples.staged import CutSamples
 from data_pipeline.storage.indexed import IndexedTokens
 from data_pipeline.storage.meta import CorpusMeta, read_meta
 from launch.trainer.data.run_mix import FollowedMix, check_epochs, mixed, notices_of
+from launch.trainer.loss_targets import notice_of_evaluation, notices_of_targets
 from megalite.checkpoint.manifest import step_folders
 from megalite.config import Config, ResolvedLayout
 from megalite.config.batch_stages import sample_length
@@ -73,7 +74,7 @@ def open_data(config: Config) -> RunData:
 
     Raises DataError if something is missing, damaged, or has a larger vocabulary than the model.
     """
-    texts = _open_texts(config, sample_length(config.training))
+    texts = open_texts(config, sample_length(config.training))
     training = _training(config, texts)
     validation = tuple(_validation(config, texts)) if config.training.evaluation.interval else ()
     metas = _checked_metas(config)
@@ -90,6 +91,8 @@ def open_data(config: Config) -> RunData:
     ]
     notices = [samples.notice() for samples in (training, *(one.samples for one in validation))]
     notices += [_nothing_held_out(config, name, text) for name, text in texts.items()]
+    notices += notices_of_targets(texts, config.data.too_long)
+    notices += [notice_of_evaluation(one.name, one.samples, one.count) for one in validation]
     return RunData(
         training,
         validation,
@@ -117,10 +120,10 @@ def _nothing_held_out(config: Config, name: str, text: Text) -> str | None:
 
 def open_training(config: Config) -> Samples:
     """Opens the training text alone; of a mix, as a new run follows it."""
-    return _training(config, _open_texts(config, sample_length(config.training)))
+    return _training(config, open_texts(config, sample_length(config.training)))
 
 
-def _open_texts(config: Config, length: int) -> dict[str, Text]:
+def open_texts(config: Config, length: int) -> dict[str, Text]:
     """Opens the training samples of each source, of `length` tokens; `data.path` is one without a name."""
     data = config.data
     paths = {"": data.path} if data.path is not None else {name: one.path for name, one in data.sources.items()}
@@ -138,7 +141,7 @@ def _validation(config: Config, texts: Mapping[str, Text]) -> Iterator[Evaluatio
     """
     usual, length = config.training.evaluation.samples, config.training.sequence_length
     if length != sample_length(config.training):
-        texts = _open_texts(config, length)
+        texts = open_texts(config, length)
     for name, chosen in config.data.validation.items():
         if chosen.source is not None:
             samples = texts[chosen.source].of_split("held_out")

@@ -22,6 +22,13 @@ NAMES = re.compile(
 )
 """Names of options, all of other programs, whose value is a secret, such as `deepspeed.comet.api_key`."""
 
+VOCABULARY = re.compile(
+    r"(?:^|_)(?:[be]os|eo[tmd]|pad(?:ding)?|unk(?:nown)?|mask|sep(?:arator)?|cls|stop|start|end|special|image|video|audio"
+    r"|boi|eoi|think|extra|added|response|instruction|decoder_start|prefix|suffix|middle)_token$",
+    re.IGNORECASE,
+)
+"""Names of tokens of a vocabulary, which are no secrets."""
+
 NAMED = re.compile(r"(?:key|token|secret|passw(?:or)?d)[\"']?\s*:", re.IGNORECASE)  # in YAML that cannot be read
 USER = re.compile(r"([A-Za-z][\w+.-]{0,30}):/{1,2}([^/?#\s@]*)@")
 BUCKET = re.compile(r"(?:s3a?|gcs?):/{1,2}(?!arn:)[^/\s]*[:@]")  # whose name has no user and no port
@@ -76,7 +83,7 @@ def secrets_among(values: Any, path: OptionPath = ()) -> Iterator[tuple[OptionPa
             yield from secrets_among(value, path)
     elif values not in (None, "") and not (isinstance(values, int | float) and abs(values) < SMALL):
         text = values.decode("latin-1") if isinstance(values, bytes) else values if isinstance(values, str) else ""
-        if path and NAMES.search(path[-1]):
+        if path and NAMES.search(path[-1]) and not VOCABULARY.search(path[-1]):
             yield path, _sentence(path, "a secret, by its name", "")
         elif kind := secret_in_option(text):
             yield path, _sentence(path, kind, text)

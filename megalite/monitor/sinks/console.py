@@ -15,7 +15,7 @@ from megalite.config import Config
 from megalite.config.batch_stages import BatchSchedule
 from megalite.monitor.observer import Observer
 from megalite.monitor.progress import RECENT_STEPS, clock, seconds_left
-from megalite.units import MIB, count, digits, gib
+from megalite.units import MIB, count, digits, gib, plural
 
 BAR_COLUMNS = 16  # the numbers need the room
 
@@ -38,6 +38,7 @@ class ConsoleSink(Observer):
         self._progress: Progress | None = None
         self._task: TaskID | None = None
         self._recent_s: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._without_targets = 0  # steps so far
         self._date = ""
         if self._console.is_terminal:
             self._progress = Progress(
@@ -60,9 +61,15 @@ class ConsoleSink(Observer):
         self._recent_s.append(record["step_time_s"])
         if record["skipped"]:
             self._print(f"step {step} skipped: its gradients are not finite ({record['skipped_steps']} so far)")
+        self._without_targets += record["loss"] == 0
+        if record["loss"] == 0 and str(self._without_targets).rstrip("0") == "1":  # the 1st, 10th, 100th
+            self._print(
+                f"warning: step {step} has no loss, because none of its tokens carries one, and nothing is learned "
+                f"from its samples ({plural(self._without_targets, 'such step')} so far)"
+            )
         if "evaluation_loss" in record:
             sets = ", ".join(f"{name} {loss:.4f}" for name, loss in record.get("evaluation_losses", {}).items())
-            self._print(f"step {step} evaluation loss {record['evaluation_loss']:.4f}{sets and f' ({sets})'}")
+            self._print(f"step {step} evaluation loss {_loss(record['evaluation_loss'])}{sets and f' ({sets})'}")
         steps = self._batches.steps_left(step, self._total) if self._batches is not None else self._total - step
         left = f"left {clock(seconds_left(steps, self._recent_s) or 0.0)}"
         if self._progress is not None and self._task is not None:
@@ -92,7 +99,7 @@ def step_numbers(record: Mapping[str, Any]) -> str:
     The memory is the peak of rank 0, as its device counts it (`megalite.monitor.memory`).
     """
     numbers = [
-        f"loss {record['loss']:.4f}",
+        f"loss {_loss(record['loss'])}",
         f"grad {digits(record['grad_norm'])}",
         f"lr {record['learning_rate']:.2e}",
         f"{count(record['tokens_per_second'])} tokens/s",
@@ -104,6 +111,11 @@ def step_numbers(record: Mapping[str, Any]) -> str:
     if (peak_mib := record.get("memory_peak_mib")) is not None:
         numbers.append(gib(peak_mib * MIB))
     return " ".join(numbers)
+
+
+def _loss(value: float) -> str:
+    """Formats a loss; exactly 0 is that of samples without a target, which have none."""
+    return f"{value:.4f}" if value else "-"
 
 
 def open_sink(config: Config, first_step: int) -> ConsoleSink:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,10 @@ import numpy as np
 import pytest
 
 from data_pipeline.storage.indexed import IndexedWriter
+from data_pipeline.storage.meta import read_meta
 from tests.conftest import VOCAB_SIZE, write_config
+from tests.helpers.commands import command_line
+from tests.unit.data_pipeline.test_loss_mask import write_masked
 from tests.unit.launch.cli.test_mistakes import command
 
 
@@ -45,3 +49,39 @@ def test_plans_are_written_once_and_a_run_wants_them(
     assert code in (None, 0), err
     code, _, err = command(["data", "pack", config, "data.packing=concat"], monkeypatch, capfd)
     assert code == 2 and "data.packing is concat, which needs no plan" in err
+
+
+@pytest.mark.parametrize("packing", ["best_fit", "concat"])
+def test_samples_without_a_target_are_counted_before_a_run_and_alone_are_refused(
+    tiny: dict[str, Any], tmp_path: Path, packing: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A run whose answers had all been cut off trained to its end with a loss of 0.0000, and said nothing."""
+    prefix = tmp_path / "chats"
+    tiny["data"] = {
+        "path": str(prefix), "packing": packing, "document_mask": True, "too_long": "cut", "held_out_fraction": 0
+    }  # fmt: skip
+    tiny["training"]["evaluation"] = {"interval": 0}
+    config, env = str(write_config(tmp_path / "c.yaml", tiny)), {"DS_ACCELERATOR": "cpu"}
+    commands = [["train", config, "--dry-run"]]
+    commands[:0] = [["data", "pack", config]] if packing == "best_fit" else []
+    for marked, code, words in (
+        ([], 2, "error: 10 of the 10 samples"),
+        ([100], 2, "error: 10 of the 10 samples"),  # the first token of a document is no target
+        ([99, 299], 0, "of the 10 samples of the train split hold no token that carries loss"),
+    ):
+        write_masked(prefix, [[1] * 100] * 3, np.isin(np.arange(300), marked))
+        meta = read_meta(prefix)
+        assert meta is not None
+        replace(meta, vocab_size=VOCAB_SIZE).write(prefix)
+        for words_of_command in commands:
+            done = command_line(*words_of_command, env=env)
+            said = done.stderr + caplog.text
+            caplog.clear()
+            assert done.returncode == code and words in said, done
+            assert "raise training.sequence_length, or set data.too_long skip" in said, done
+    write_masked(prefix, [[1] * 100] * 3, np.ones(300))
+    meta = read_meta(prefix)
+    assert meta is not None
+    replace(meta, vocab_size=VOCAB_SIZE).write(prefix)
+    done = command_line("train", config, "--dry-run", env=env)
+    assert done.returncode == 0 and "dry run on cpu" in done.stdout and "carries loss" not in caplog.text

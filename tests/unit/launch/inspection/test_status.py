@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from launch.inspection.history import RunHistory
 from launch.inspection.listing import list_runs, row_of
 from launch.inspection.report import status_lines
 from launch.inspection.state import RunState
@@ -39,6 +41,17 @@ def test_a_run_that_lives_tells_its_progress(make_run: MakeRun) -> None:
     facts = json.loads(json.dumps(as_json(status, 1), allow_nan=False))
     assert facts["state"] == "running" and facts["is_healthy"] is True and facts["steps_at_risk"] == 10
     assert 4 < facts["last_step_age_s"] < 60 and [event["event"] for event in facts["last_events"]] == ["saved"]
+
+
+def test_a_step_without_targets_has_no_loss(make_run: MakeRun) -> None:
+    """Its loss of 0.0000 looked like success."""
+    folder = make_run()
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines[-1]["loss"] = 0.0
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert read_status(folder).loss == lines[-2]["loss"]
+    losses = RunHistory.read(folder).column("loss")
+    assert losses[-2] == lines[-2]["loss"] and math.isnan(losses[-1])
 
 
 def test_the_length_is_what_the_session_counted(make_run: MakeRun) -> None:

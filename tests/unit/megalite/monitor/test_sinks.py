@@ -101,6 +101,16 @@ def test_a_step_is_one_line_of_a_terminal_with_its_time(capsys: pytest.CaptureFi
     assert bare[9:] == "step 20000/20000 loss 1.0000 grad 1.00 lr 1.00e+00 1 tokens/s left 0:00"
 
 
+def test_a_step_without_targets_shows_no_loss_and_the_first_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its loss of 0.0000 looked like success, step after step."""
+    sink = console.ConsoleSink(total_steps=5, first_step=0, log_interval=1)
+    for step in (1, 2, 3):
+        sink.on_step(_record(step) | {"loss": 0.0 if step > 1 else 2.0, "evaluation_loss": 0.0})
+    out = capsys.readouterr().out
+    assert "0.0000" not in out and out.count("loss - grad") == 2 and out.count("evaluation loss -") == 3
+    assert out.count("warning") == 1 and "warning: step 2 has no loss, because none of its tokens carries one" in out
+
+
 def test_a_new_day_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1.7e9]
     monkeypatch.setattr(console.time, "localtime", lambda: time.gmtime(now[0]))

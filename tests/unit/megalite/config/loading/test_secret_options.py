@@ -101,6 +101,13 @@ def test_ids_of_tokens_and_counts_are_no_secrets() -> None:
     assert not list(secrets_among({"a": {"pad_token": 0, "bytes_per_token": 4.2, "token": True, "key": None}}))
 
 
+@pytest.mark.parametrize("name", ["eos_token", "pad_token", "boi_token", "special_tokens.mask_token", "sep_token"])
+def test_tokens_of_a_vocabulary_are_no_secrets(name: str, minimal: Path) -> None:
+    """Whoever brought `eos_token` from another stack was told to put it into the environment."""
+    assert secret_in_override(f"data.{name}=</s>") is None
+    assert "a Hugging Face token" in told(minimal, f"data.{name}={TEXTS['token']}")
+
+
 def test_bytes_and_sets_are_searched(minimal: Path) -> None:
     coded = base64.b64encode(TEXTS["token"].encode()).decode()
     assert "a Hugging Face token" in told(minimal, f"deepspeed.comet.workspace=!!binary {coded}")

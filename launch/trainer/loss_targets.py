@@ -1,0 +1,54 @@
+"""Counts the samples that hold no target which carries loss: a step that reads only such samples learns nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from data_pipeline.errors import DataError
+from data_pipeline.samples.dataset import Samples
+
+LOOKED_AT = 1024  # samples of a split at most: the first ones of a computed permutation, so the share is that of all
+
+
+def notices_of_targets(texts: Mapping[str, Samples], too_long: str) -> Iterator[str]:
+    """Yields a notice for each text some of whose samples hold no target that carries loss; "" names one without name.
+
+    Raises DataError if no sample of any text holds one. Reads the marks of loss, and no tokens.
+    """
+    found = {name: _without_targets(samples, LOOKED_AT) for name, samples in texts.items()}
+    notices = list[str]()
+    for name, (without, looked_at) in found.items():
+        if without:
+            samples = texts[name]
+            first = "" if looked_at == samples.samples_per_epoch else "first "
+            cause = f": {_cause(too_long, samples.sequence_length)}" if samples.has_loss_mask else ""
+            notices.append(
+                f"{name and f'{name}: '}{without:,} of the {first}{looked_at:,} samples of the {samples.split} split "
+                f"hold no token that carries loss, so nothing is learned from them{cause}"
+            )
+    if found and all(without == looked_at for without, looked_at in found.values()):
+        raise DataError("; ".join(notices))
+    yield from notices
+
+
+def notice_of_evaluation(name: str, samples: Samples, count: int) -> str | None:
+    """Returns a notice if the `count` samples of a validation set hold no target, so that they have no loss."""
+    without, looked_at = _without_targets(samples, min(count, LOOKED_AT))
+    if without < looked_at:
+        return None
+    return f"{name and f'{name}: '}the {count:,} samples of the evaluation hold no token that carries loss: it has none"
+
+
+def _without_targets(samples: Samples, at_most: int) -> tuple[int, int]:
+    """Returns how many of the first samples hold no target that carries loss, and how many were looked at."""
+    looked_at = min(samples.samples_per_epoch, at_most)
+    return sum(samples.count_valid_targets(k) == 0 for k in range(looked_at)), looked_at
+
+
+def _cause(too_long: str, sequence_length: int) -> str:
+    if too_long != "cut":
+        return "their conversations mark no answer"
+    return (
+        f"data.too_long cut cuts conversations of more than {sequence_length + 1:,} tokens, so that an answer lies in "
+        "another sample than its prompt; raise training.sequence_length, or set data.too_long skip"
+    )
