@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import typer
+from typer import Option
 
 from launch.cli.options import (
     MOST_ACCELERATORS,
@@ -58,26 +58,22 @@ class LayoutOptions(Options):
 
     config_path: ConfigPath
     overrides: Overrides = None
-    cluster: Path | None = typer.Option(None, help="YAML file with accelerator, nodes and accelerators_per_node.")
-    hostfile: Path | None = typer.Option(
-        None, "--hostfile", "-H", help="Alternative: a file of hosts with their slots."
-    )
-    gpus: int | None = typer.Option(None, min=1, help="Alternative: a number of --accelerator.")
-    gpus_per_node: int | None = typer.Option(None, min=1, help="GPUs per node, with --gpus; default: 8.")
-    accelerator: str | None = typer.Option(
+    cluster: Path | None = Option(None, help="YAML file with accelerator, nodes and accelerators_per_node.")
+    hostfile: Path | None = Option(None, "--hostfile", "-H", help="Alternative: a file of hosts with their slots.")
+    gpus: int | None = Option(None, min=1, help="Alternative: a number of --accelerator.")
+    gpus_per_node: int | None = Option(None, min=1, help="GPUs per node, with --gpus; default: 8.")
+    accelerator: str | None = Option(
         None, help="Accelerator of the hosts, such as H100; required with --gpus and --hostfile."
     )
-    top: int = typer.Option(10, min=1, help="Number of layouts to show.")
-    write: Path | None = typer.Option(
-        None, metavar="FILE.yaml", help="Write the config with the best layout to a file."
-    )
-    overwrite: bool = typer.Option(False, "--overwrite", help="Replace the files of --write and --html.")
-    html: Path | None = typer.Option(None, metavar="FILE.html", help="Write a report with figures.")
+    top: int = Option(10, min=1, help="Number of layouts to show.")
+    write: Path | None = Option(None, metavar="FILE.yaml", help="Write the config with the best layout to a file.")
+    overwrite: bool = Option(False, "--overwrite", help="Replace the files of --write and --html.")
+    html: Path | None = Option(None, metavar="FILE.html", help="Write a report with figures.")
     price: PricePerAcceleratorHour = None
-    longest_context: bool = typer.Option(
+    longest_context: bool = Option(
         False, "--longest-context", help="Also find the longest sequences that fit, with their MFU."
     )
-    as_csv: bool = typer.Option(False, "--csv", help="Print the layouts as CSV.")
+    as_csv: bool = Option(False, "--csv", help="Print the layouts as CSV.")
     as_json: AsJson = False
 
 

@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 from datetime import date, datetime, timedelta
 from typing import Literal
 
-import typer
+from typer import Option
 
 from launch.cli.options import MOST_ACCELERATORS, check_one_format, finite_number, taking
 from launch.cli.plan_options import DEFAULT_DAYS, JobOptions
@@ -40,48 +40,46 @@ MTTF = "Mean time to failure of one, in hours; inf: never."
 class ReliabilityOptions(JobOptions):
     """The numbers of GPUs, the failures of components, and checkpoints."""
 
-    gpus: str = typer.Option(
+    gpus: str = Option(
         "8,32,...,1024", help="Numbers of GPUs; `...` doubles up to the next number.", metavar="N,N,...,N"
     )
-    gpu_mttf_hours: float | None = typer.Option(None, help=MTTF)
-    nic_mttf_hours: float | None = typer.Option(None, help=MTTF)
-    psu_mttf_hours: float | None = typer.Option(None, help=MTTF)
-    node_mttf_hours: float | None = typer.Option(None, help=MTTF)
-    nics_per_node: int | None = typer.Option(None, min=0, help="Network adapters per node; default: one per GPU.")
-    psus_per_node: int | None = typer.Option(None, min=0, help="Power supplies per node; default 2.")
-    redundant_psu: bool = typer.Option(
-        False, "--redundant-psu", help="A node survives the failure of one power supply."
-    )
-    parameters: str | None = typer.Option(None, help="Parameters of the model, such as 70.6e9 or 70.6B, the default.")
-    contents: Contents = typer.Option(
+    gpu_mttf_hours: float | None = Option(None, help=MTTF)
+    nic_mttf_hours: float | None = Option(None, help=MTTF)
+    psu_mttf_hours: float | None = Option(None, help=MTTF)
+    node_mttf_hours: float | None = Option(None, help=MTTF)
+    nics_per_node: int | None = Option(None, min=0, help="Network adapters per node; default: one per GPU.")
+    psus_per_node: int | None = Option(None, min=0, help="Power supplies per node; default 2.")
+    redundant_psu: bool = Option(False, "--redundant-psu", help="A node survives the failure of one power supply.")
+    parameters: str | None = Option(None, help="Parameters of the model, such as 70.6e9 or 70.6B, the default.")
+    contents: Contents = Option(
         Contents.MASTERS,
         help="Contents of a checkpoint: fp32 weights and moments (12 bytes per parameter), mixed (14), or with fp32 "
         "gradients (16).",
     )
-    writers: str = typer.Option(PER_NODE, help="Writers of a checkpoint: nodes, gpus, or a number.")
-    writer_gb_per_s: float = typer.Option(7.0, help="Write speed of each writer.")
-    storage_gb_per_s: float = typer.Option(100.0, help="Highest write speed of all writers together; inf: no limit.")
-    background: bool | None = typer.Option(
+    writers: str = Option(PER_NODE, help="Writers of a checkpoint: nodes, gpus, or a number.")
+    writer_gb_per_s: float = Option(7.0, help="Write speed of each writer.")
+    storage_gb_per_s: float = Option(100.0, help="Highest write speed of all writers together; inf: no limit.")
+    background: bool | None = Option(
         None,
         "--background/--blocking",
         help="Whether training continues during a save; default: blocking, or as in CONFIG.",
     )
-    copy_gb_per_s: float = typer.Option(
+    copy_gb_per_s: float = Option(
         10.0, help="Copy speed from each GPU to its host, during which a background save blocks."
     )
-    interval_minutes: float | None = typer.Option(
+    interval_minutes: float | None = Option(
         None, help="Minutes between saves; default: as in CONFIG, or `checkpoint.interval: auto`."
     )
-    communication_share: float | None = typer.Option(
+    communication_share: float | None = Option(
         None, help="Share of a step, 0 to 1, in which GPUs wait for communication."
     )
-    by: str | None = typer.Option(
+    by: str | None = Option(
         None,
         metavar="YYYY-MM-DD",
         help="Name the cheapest number of GPUs whose run, begun today, ends by this date; without --gpus, of those "
         "that come near it.",
     )
-    preset: Literal["tutorial", "llama3"] | None = typer.Option(
+    preset: Literal["tutorial", "llama3"] | None = Option(
         None, help="A worked example with all its figures, or the component failures of Llama 3."
     )
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-import typer
+from typer import Option
 
-from launch.cli.options import AsJson, check_one_format
+from launch.cli.options import AsJson, Options, check_one_format, taking
 from launch.errors import LaunchError
 from launch.output import Table, print_csv, print_json
 from launch.runtime.printing import say
@@ -21,38 +21,37 @@ MOST_TASKS = 2_000_000  # take a few seconds
 MOST_STAGES = 1000  # more than any model has layers
 
 
-def schedule(
-    stages: Annotated[int, typer.Option(min=1, help="Pipeline-parallel size.")] = 4,
-    micro_batches: Annotated[int, typer.Option(min=1, help="Micro-batches of one optimizer step.")] = 8,
-    which: Annotated[
-        Literal["1f1b", "interleaved", "zero-bubble", "zb-v", "dualpipev", "all"],
-        typer.Option("--schedule", help="Pipeline schedule; interleaved takes --chunks, zb-v and dualpipev have 2."),
-    ] = "1f1b",
-    chunks: Annotated[
-        int | None, typer.Option(min=1, help="Model chunks per stage of the interleaved schedule; default 2.")
-    ] = None,
-    forward_ms: Annotated[
-        str,
-        typer.Option(
-            help="Forward time of a micro-batch on a stage, or one number for each stage.", metavar="MS[,MS...]"
-        ),
-    ] = "1",
-    backward_ms: Annotated[
-        str, typer.Option(help="Backward time of a micro-batch, both gradients together.", metavar="MS[,MS...]")
-    ] = "2",
-    weight_gradient_ms: Annotated[
-        str | None,
-        typer.Option(help="Share of it that a split backward postpones; default half.", metavar="MS[,MS...]"),
-    ] = None,
-    between_stages_ms: Annotated[float, typer.Option(help="Time to send one tensor to the next stage.")] = 0.0,
-    as_json: AsJson = False,
-    as_csv: Annotated[bool, typer.Option("--csv", help="Print a line per forward or backward pass as CSV.")] = False,
-) -> None:
+class ScheduleOptions(Options):
+    """The pipeline and the times of its stages."""
+
+    stages: int = Option(4, min=1, help="Pipeline-parallel size.")
+    micro_batches: int = Option(8, min=1, help="Micro-batches of one optimizer step.")
+    which: Literal["1f1b", "interleaved", "zero-bubble", "zb-v", "dualpipev", "all"] = Option(
+        "1f1b", "--schedule", help="Pipeline schedule; interleaved takes --chunks, zb-v and dualpipev have 2."
+    )
+    chunks: int | None = Option(None, min=1, help="Model chunks per stage of the interleaved schedule; default 2.")
+    forward_ms: str = Option(
+        "1", help="Forward time of a micro-batch on a stage, or one number for each stage.", metavar="MS[,MS...]"
+    )
+    backward_ms: str = Option(
+        "2", help="Backward time of a micro-batch, both gradients together.", metavar="MS[,MS...]"
+    )
+    weight_gradient_ms: str | None = Option(
+        None, help="Share of it that a split backward postpones; default half.", metavar="MS[,MS...]"
+    )
+    between_stages_ms: float = Option(0.0, help="Time to send one tensor to the next stage.")
+    as_json: AsJson = False
+    as_csv: bool = Option(False, "--csv", help="Print a line per forward or backward pass as CSV.")
+
+
+@taking(ScheduleOptions)
+def schedule(options: ScheduleOptions) -> None:
     """Draw one optimizer step of a pipeline: what each stage computes when, the total time, and the idle share.
 
     Example: `megalite plan schedule --stages 4 --micro-batches 8 --schedule 1f1b`
     """
-    check_one_format(as_json=as_json, as_csv=as_csv)
+    check_one_format(as_json=options.as_json, as_csv=options.as_csv)
+    which, chunks, weight_gradient_ms = options.which, options.chunks, options.weight_gradient_ms
     pieces = chunks_needed(Schedule.INTERLEAVED) if chunks is None else chunks
     if chunks is not None and which not in ("interleaved", "all"):
         raise LaunchError(f"--chunks {chunks} is for interleaving: leave it out, or add --schedule interleaved")
@@ -62,27 +61,33 @@ def schedule(
             f"--weight-gradient-ms {weight_gradient_ms} is for schedules that split backward: leave it out, or add "
             "--schedule zero-bubble, zb-v or dualpipev"
         )
-    _check_size(stages, micro_batches, pieces)
-    if not 0 <= between_stages_ms < math.inf:
-        raise LaunchError(f"--between-stages-ms {between_stages_ms:g}: give milliseconds of at least 0, such as 0.5")
-    forward_s, backward_s = _seconds("--forward-ms", forward_ms, stages), _seconds("--backward-ms", backward_ms, stages)
+    _check_size(options.stages, options.micro_batches, pieces)
+    timelines, left_out = _simulate(asked, _times(options), options.micro_batches, pieces)
+    if options.as_json:
+        print_json([{**_facts(each), "work": [one._asdict() for one in each.work]} for each in timelines])
+    elif options.as_csv:
+        print_csv([{"schedule": each.schedule.value, **one._asdict()} for each in timelines for one in each.work])
+    else:
+        _show(timelines)
+    for sentence in left_out:
+        say(sentence, file=sys.stderr if options.as_json or options.as_csv else sys.stdout)  # programs read stdout
+
+
+def _times(options: ScheduleOptions) -> PipelineTimes:
+    stages, between_ms, weight_gradient_ms = options.stages, options.between_stages_ms, options.weight_gradient_ms
+    if not 0 <= between_ms < math.inf:
+        raise LaunchError(f"--between-stages-ms {between_ms:g}: give milliseconds of at least 0, such as 0.5")
+    forward_s = _seconds("--forward-ms", options.forward_ms, stages)
+    backward_s = _seconds("--backward-ms", options.backward_ms, stages)
     weight_s = None if weight_gradient_ms is None else _seconds("--weight-gradient-ms", weight_gradient_ms, stages)
-    times = PipelineTimes(forward_s, backward_s, between_stages_ms / 1000, weight_s)
+    times = PipelineTimes(forward_s, backward_s, between_ms / 1000, weight_s)
     try:
         times.check()
     except ConfigError as error:
         raise LaunchError(f"--weight-gradient-ms {weight_gradient_ms}: {error}") from None
     if not any((*times.forward_s, *times.backward_s)):
         raise LaunchError("--forward-ms and --backward-ms are 0: a schedule needs work, so give one of them")
-    timelines, left_out = _simulate(asked, times, micro_batches, pieces)
-    if as_json:
-        print_json([{**_facts(each), "work": [one._asdict() for one in each.work]} for each in timelines])
-    elif as_csv:
-        print_csv([{"schedule": each.schedule.value, **one._asdict()} for each in timelines for one in each.work])
-    else:
-        _show(timelines)
-    for sentence in left_out:
-        say(sentence, file=sys.stderr if as_json or as_csv else sys.stdout)  # programs read stdout
+    return times
 
 
 def _simulate(

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import typer
+from typer import Option
 
 from launch.cli.options import finite_number, taking
 from launch.cli.plan_options import DEFAULT_DAYS, JobOptions
@@ -30,41 +30,37 @@ DEFAULT_SAVE_S = 60.0
 class SimulateOptions(JobOptions):
     """The GPUs of the job, checkpoints, what failures cost, stragglers, and seeds."""
 
-    gpus: int = typer.Option(1024, min=1, help="GPUs of the job, which stops when any of them fails.")
-    save_seconds: float | None = typer.Option(
+    gpus: int = Option(1024, min=1, help="GPUs of the job, which stops when any of them fails.")
+    save_seconds: float | None = Option(
         None, help="Seconds from the start of a checkpoint until it is usable; default: by CONFIG, or 60."
     )
-    blocked_seconds: float | None = typer.Option(
+    blocked_seconds: float | None = Option(
         None, help="Seconds of each save during which training waits; default: by CONFIG, or the whole save."
     )
-    interval: str | None = typer.Option(
+    interval: str | None = Option(
         None,
         help="Minutes of training between checkpoints, or auto, which is that of `checkpoint.interval: auto`; "
         "default: as in CONFIG, or auto.",
     )
-    hang_share: float = typer.Option(
-        0.0, help="Share of failures, 0 to 1, that are hangs, which only a timeout detects."
-    )
-    hang_timeout_minutes: float = typer.Option(30.0, help="Minutes until a hang is detected.")
-    spare_nodes: int | None = typer.Option(
+    hang_share: float = Option(0.0, help="Share of failures, 0 to 1, that are hangs, which only a timeout detects.")
+    hang_timeout_minutes: float = Option(30.0, help="Minutes until a hang is detected.")
+    spare_nodes: int | None = Option(
         None, min=0, help="Spare nodes; the job waits for a repair when none is left. Default: unlimited."
     )
-    repair_hours: float | None = typer.Option(
+    repair_hours: float | None = Option(
         None, help="Hours until a failed node is available again, with --spare-nodes; default 24."
     )
-    lost_node_share: float = typer.Option(
+    lost_node_share: float = Option(
         1.0, help="Share of failures, 0 to 1, that take the node out; others restart on the same nodes."
     )
-    infant_mortality_shape: float = typer.Option(
+    infant_mortality_shape: float = Option(
         1.0, help="Weibull shape; below 1, failures come early. Does not change their expected number."
     )
-    slow_node_share: float = typer.Option(0.0, help="Share of nodes, 0 to 1, that are always slower.")
-    slow_node_slowdown: float = typer.Option(0.1, help="Share of a step by which slow nodes are slower.")
-    step_jitter: float = typer.Option(0.0, help="Standard deviation of each node's step time, as a share of it.")
-    seeds: int = typer.Option(
-        10, min=1, max=MOST_SEEDS, help="Number of runs, which differ only in their random numbers."
-    )
-    seed: int = typer.Option(0, min=0, help="Seed of the first run; the same seed repeats the run.")
+    slow_node_share: float = Option(0.0, help="Share of nodes, 0 to 1, that are always slower.")
+    slow_node_slowdown: float = Option(0.1, help="Share of a step by which slow nodes are slower.")
+    step_jitter: float = Option(0.0, help="Standard deviation of each node's step time, as a share of it.")
+    seeds: int = Option(10, min=1, max=MOST_SEEDS, help="Number of runs, which differ only in their random numbers.")
+    seed: int = Option(0, min=0, help="Seed of the first run; the same seed repeats the run.")
 
 
 @taking(SimulateOptions)

@@ -117,22 +117,20 @@ def _remedy(config: Config, result: SearchResult, free: frozenset[OptionPath]) -
             values = freed.best.options
             differing = [path for path in stated if getattr(getattr(config, path[0]), path[1]) != values[path]]
             return f"it fits with {', '.join(stated_option(path, values[path]) for path in differing)}"
-    schedule = config.parallel.pipeline_schedule
-    if schedule != "1f1b":  # which allows fewer layouts than 1F1B, and may hold more activations
-        plain = config.with_resolved({SCHEDULE: "1f1b", CHUNKS: None})
-        best = search(plain, cluster, free=free, allocator=result.allocator).best
-        if best is not None:
-            return f"without parallel.pipeline_schedule {schedule} one fits: {best.layout}"
-    if config.parallel.gradient_bucket_size > SMALL_BUCKET:
-        small = config.with_resolved({BUCKET: SMALL_BUCKET})
-        if search(small, cluster, free=free, allocator=result.allocator).best is not None:
-            return f"it fits with {stated_option(BUCKET, SMALL_BUCKET)}"
-    counts = [count for count in NODE_COUNTS if count > cluster.nodes]
-    is_one_machine = cluster.accelerator.device == "cpu"  # more ranks bring no memory
-    if is_one_machine and config.checkpoint.background:  # which keeps a copy of the state in the same memory
-        saves_wait = config.with_resolved({BACKGROUND: False})
-        if search(saves_wait, cluster, free=free, allocator=result.allocator).best is not None:
-            return f"it fits with {dotted(BACKGROUND)} false"
+    schedule, is_one_machine = config.parallel.pipeline_schedule, cluster.accelerator.device == "cpu"
+    ways: tuple[tuple[bool, dict[OptionPath, Any], str], ...] = (
+        # fewer layouts than 1F1B, which may hold more activations
+        (schedule != "1f1b", {SCHEDULE: "1f1b", CHUNKS: None}, f"without parallel.pipeline_schedule {schedule} one"),
+        (config.parallel.gradient_bucket_size > SMALL_BUCKET, {BUCKET: SMALL_BUCKET}, ""),
+        # a copy of the state in the same memory
+        (is_one_machine and config.checkpoint.background, {BACKGROUND: False}, ""),
+    )
+    for is_in_the_way, changes, said in ways:
+        if is_in_the_way:
+            best = search(config.with_resolved(changes), cluster, free=free, allocator=result.allocator).best
+            if best is not None:
+                return f"{said} fits: {best.layout}" if said else f"it fits with {stated_option(*changes.popitem())}"
+    counts = [count for count in NODE_COUNTS if count > cluster.nodes]  # more ranks of one machine bring no memory
     larger = None if is_one_machine else smallest_that_fits(config, cluster, counts, free=free)
     if larger is not None:
         return f"it fits on {larger[0].accelerators} of them ({larger[1]})"

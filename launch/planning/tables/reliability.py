@@ -159,6 +159,8 @@ def flat(run: SizedRun, price: float | None) -> dict[str, Any]:
 def as_values(answer: ReliabilityAnswer, runs: Sequence[SizedRun]) -> dict[str, Any]:
     """All values for `--json`."""
     assumed = asdict(answer.job) | {"checkpoint_bytes": answer.job.checkpoint_bytes}
+    best = None if answer.by is None else cheapest_by(answer, runs)
+    cheapest = None if best is None else flat(best, answer.price) | {"ends": ends_on(best).isoformat()}
     for name in ("communication_share", "days", "interval_s"):  # may differ from one number of GPUs to the next
         del assumed[name]
     return {
@@ -171,12 +173,7 @@ def as_values(answer: ReliabilityAnswer, runs: Sequence[SizedRun]) -> dict[str, 
         "interval_from": answer.interval_source,
         "scales": [flat(run, answer.price) for run in runs],
         "notices": notices(answer, runs),
-    } | ({} if answer.by is None else {"by": answer.by, "cheapest": _cheapest(answer, runs)})
-
-
-def _cheapest(answer: ReliabilityAnswer, runs: Sequence[SizedRun]) -> dict[str, Any] | None:
-    best = cheapest_by(answer, runs)
-    return None if best is None else flat(best, answer.price) | {"ends": ends_on(best).isoformat()}
+    } | ({} if answer.by is None else {"by": answer.by, "cheapest": cheapest})
 
 
 def _tables(answer: ReliabilityAnswer, runs: Sequence[SizedRun]) -> list[Table]:

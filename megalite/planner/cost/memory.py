@@ -16,7 +16,7 @@ from typing import Literal
 
 from megalite.planner.cost.activations import BlockWorkload, chunk_bytes, embedding_bytes
 from megalite.planner.cost.adapters import trained_numbers
-from megalite.planner.cost.model_states import BUCKET, MOMENTS, States, deepspeed_states, with_frozen_weights
+from megalite.planner.cost.model_states import BUCKET, MOMENTS, deepspeed_states, with_frozen_weights
 from megalite.planner.cost.muon import orthogonalized_numbers
 from megalite.planner.cost.offloading import activations_on_device, optimizer_on_host, without_optimizer
 from megalite.planner.cost.shapes import StageShape, cut, embedding_parameters, stages_of_job, widest_parameter
@@ -149,7 +149,9 @@ class _StageKind:
         if job.trains_adapters:
             self.states = with_frozen_weights(self.states, self.size, shape.parameters)
         if job.offloads_optimizer:
-            self.states = self._with_offloaded_optimizer(largest)
+            self.states = without_optimizer(job, self.states, largest)
+            if device.kind == "cpu":
+                self.states = replace(self.states, optimizer=optimizer_on_host(job, self.trained))
         self.chunks = [chunk_bytes(blocks, each.first, each.count, device.widens_bf16) for each in shape.chunks]
         self.kept_by_chunk = [chunk.kept for chunk in self.chunks]
         self.postponed_by_chunk = [chunk.postponed for chunk in self.chunks]
@@ -194,12 +196,6 @@ class _StageKind:
             name, parts = max(moments.items(), key=lambda moment: sum(moment[1].values()))
         return with_device(parts, self.device), name, self._on_host(in_flight)
 
-    def _with_offloaded_optimizer(self, largest: float) -> States:
-        states = without_optimizer(self.job, self.states, largest)
-        if self.device.kind == "cuda":
-            return states
-        return replace(states, optimizer=optimizer_on_host(self.job, self.trained))
-
     def _on_host(self, in_flight: Sequence[InFlight]) -> float:
         if self.device.kind == "cpu":
             return 0.0
@@ -209,16 +205,13 @@ class _StageKind:
     def _always(self) -> Moment:
         states = self.states
         is_kept = states.gathered > 0  # ZeRO-3's bucket is always there
+        tied_sum = 0.0 if self.job.trains_adapters else 4.0 * self.shape.tied_copy  # in fp32, of a head's gradients
         return {
             "weights": states.weights + self.size * self.shape.tied_copy,
             "optimizer": states.optimizer,
-            "gradients": (states.gradients if states.stay else 0.0) + self._tied_sum(),
+            "gradients": (states.gradients if states.stay else 0.0) + tied_sum,
             "communication buffers": self._bucket() if is_kept else 0.0,
         }
-
-    def _tied_sum(self) -> float:
-        """Returns the bytes of the fp32 sum of a tied head's gradients, where its copy has any."""
-        return 0.0 if self.job.trains_adapters else 4.0 * self.shape.tied_copy
 
     def _bucket(self, numbers: float | None = None) -> float:
         """Returns the bucket's bytes after so many gradients (None: all). It is allocated whole (`torch.empty` in
