@@ -276,14 +276,15 @@ def chains(
         for cut in cuts:
             tried = simplest.with_resolved({ZERO: stage, SEQUENCE: cut})
             try:
-                _checked(tried, ranks, check)
+                layout = _checked(tried, ranks, check)
             except ConfigError:
                 continue
             legal = []
             for batch in batches:
                 one = tried.with_resolved({MICRO_BATCH: batch})
                 with suppress(ConfigError):
-                    legal.append(TrainingWorkload.of(one, _checked(one, ranks, check)))
+                    known = layout if batch == size else _checked(one, ranks, check)
+                    legal.append(TrainingWorkload.of(one, known))
             yield legal
 
 

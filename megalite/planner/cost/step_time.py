@@ -206,7 +206,8 @@ def _stage(
     by_kind: Mapping[int, Passes],
     head: Passes,
 ) -> StageTime:
-    of_blocks = sum((count * by_kind[kind] for kind, count in shape.kinds.items()), Passes())
+    first, *others = (count * by_kind[kind] for kind, count in shape.kinds.items())
+    of_blocks = sum(others, first)
     passes = of_blocks + head if shape.has_head else of_blocks
     ring, moved, kinds = tensor_ring(job.layout, cluster), tensor_moved(job, shape), 2 * shape.blocks
     there, back = ring.seconds(moved.forward, kinds), ring.seconds(moved.backward, kinds)
