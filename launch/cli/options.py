@@ -72,7 +72,7 @@ PricePerAcceleratorHour = Annotated[
 ]
 
 
-class Options:
+class CommandOptions:
     """The arguments and options of a command: each annotated field of a subclass, its own before those it inherits."""
 
     def __init__(self, context: typer.Context, values: Mapping[str, Any]) -> None:
@@ -86,7 +86,7 @@ class Options:
                 finite_number(f"--{name.replace('_', '-')}", value, zero=name in from_0.split())
 
 
-Model = TypeVar("Model", bound=Options)
+Model = TypeVar("Model", bound=CommandOptions)
 
 
 def taking(model: type[Model]) -> Callable[[Callable[[Model], None]], Callable[..., None]]:

@@ -11,8 +11,8 @@ from typer import Option
 from launch.cli.options import (
     MOST_ACCELERATORS,
     AsJson,
+    CommandOptions,
     ConfigPath,
-    Options,
     Overrides,
     PricePerAcceleratorHour,
     check_one_format,
@@ -53,7 +53,7 @@ log = get_logger(__name__)
 ALL_AUTO = tuple(f"{dotted(path)}=auto" for path in (*PLACEHOLDERS, DATA))
 
 
-class LayoutOptions(Options):
+class LayoutOptions(CommandOptions):
     """The config, the cluster, and what is written."""
 
     config_path: ConfigPath

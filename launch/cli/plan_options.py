@@ -7,7 +7,14 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from launch.cli.options import AsJson, Options, Overrides, PricePerAcceleratorHour, check_one_format, checked_price
+from launch.cli.options import (
+    AsJson,
+    CommandOptions,
+    Overrides,
+    PricePerAcceleratorHour,
+    check_one_format,
+    checked_price,
+)
 from launch.trainer.start.run_config import load_run_config
 from megalite.config import Config
 from megalite.planner.failure_rates import DEFAULT_RATE
@@ -15,7 +22,7 @@ from megalite.planner.failure_rates import DEFAULT_RATE
 DEFAULT_DAYS = 30.0
 
 
-class JobOptions(Options):
+class JobOptions(CommandOptions):
     """The job, its failures, and the form of the answer."""
 
     config_path: Annotated[

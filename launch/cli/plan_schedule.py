@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from typer import Option
 
-from launch.cli.options import AsJson, Options, check_one_format, taking
+from launch.cli.options import AsJson, CommandOptions, check_one_format, taking
 from launch.errors import LaunchError
 from launch.output import Table, print_csv, print_json
 from launch.runtime.printing import say
@@ -21,7 +21,7 @@ MOST_TASKS = 2_000_000  # take a few seconds
 MOST_STAGES = 1000  # more than any model has layers
 
 
-class ScheduleOptions(Options):
+class ScheduleOptions(CommandOptions):
     """The pipeline and the times of its stages."""
 
     stages: int = Option(4, min=1, help="Pipeline-parallel size.")
