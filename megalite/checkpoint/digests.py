@@ -38,15 +38,24 @@ def newest_intact(
             raise CheckpointError(
                 f"not all ranks see {folder}: run_dir must be on storage that all hosts share, or it is not there yet"
             )
-        found = from_all_ranks(_problem_with(folder, progress), str | None)
-        reasons = [reason for reason in found if reason is not None]
-        if not reasons:
+        if (problem := _problem_of_any_rank(folder, progress)) is None:
             return folder, skipped
-        for reason in reasons:
-            if reason.startswith(UNREADABLE):
-                raise StorageError(reason)
-        skipped.append(reasons[0])
+        skipped.append(problem)
     return None, skipped
+
+
+def check_intact(folder: Path, progress: Callable[[], None]) -> None:
+    """Raises CheckpointError on all ranks if one of a checkpoint's files has another digest than was recorded."""
+    if (problem := _problem_of_any_rank(folder, progress)) is not None:
+        raise CheckpointError(problem)
+
+
+def _problem_of_any_rank(folder: Path, progress: Callable[[], None]) -> str | None:
+    reasons = [reason for reason in from_all_ranks(_problem_with(folder, progress), str | None) if reason is not None]
+    for reason in reasons:
+        if reason.startswith(UNREADABLE):
+            raise StorageError(reason)
+    return reasons[0] if reasons else None
 
 
 def _names_in(root: Path) -> list[str]:

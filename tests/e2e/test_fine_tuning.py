@@ -13,6 +13,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from launch.errors import USER_ERROR_CODE
 from launch.trainer.local_run import start_local_run
 from launch.trainer.start.run_config import load_run_config
 from megalite.checkpoint.reader import CheckpointReader
@@ -91,6 +92,15 @@ def test_killed_and_resumed_without_the_folder_equals_uninterrupted(
             assert after == before | {"eos_token_id": [0, 7, 9]}  # the end token of the documents first
     loaded = transformers.AutoModelForCausalLM.from_pretrained(exported[-1])
     assert loaded.dtype == torch.bfloat16 and loaded.generation_config.eos_token_id == [0, 7, 9]
+
+    damaged = max(run_dir.glob(f"checkpoints/{exported[-1].name}/*.safetensors"))  # of one rank; both must know
+    content = bytearray(damaged.read_bytes())
+    content[-1] ^= 1
+    damaged.write_bytes(content)
+    tuned["training"]["initialize_from"] = str(damaged.parent)
+    with session(tmp_path / "session", tuned, f"run_dir={tmp_path / 'next'}") as running:
+        assert running.wait() == [USER_ERROR_CODE] * 2, running.output()
+        assert f"{damaged.name} has changed since it was written: its digest differs" in running.output()
 
 
 def test_one_command_from_folder_to_folder(

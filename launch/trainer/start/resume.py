@@ -144,7 +144,7 @@ def clear_exports(config: Config) -> None:
 
 def agree_on_start(config: Config, rank: Rank, data: RunData, activity: Activity, flags: StartFlags) -> Start:
     """Finds where the run starts, equal on all ranks; verifies the digests of the checkpoint's files. Collective."""
-    from megalite.checkpoint.digests import newest_intact
+    from megalite.checkpoint.digests import check_intact, newest_intact
     from megalite.distributed.agreement import is_same_on_all_ranks
     from megalite.tracing.activity import Phase
 
@@ -163,6 +163,8 @@ def agree_on_start(config: Config, rank: Rank, data: RunData, activity: Activity
             fetch_from_mirror(config, activity.progress)
         own, skipped = newest_intact(root, progress=activity.progress)
     start = find_start(config, data, own, skipped, flags)
+    if start.checkpoint is not None and not start.is_resume:  # of another run; our own has been looked at
+        check_intact(start.checkpoint, activity.progress)
     if not is_same_on_all_ranks(start.hub.fingerprint if start.hub is not None else None):
         raise LaunchError(
             f"the ranks do not see the same model: training.initialize_from {config.training.initialize_from} must be "
