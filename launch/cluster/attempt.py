@@ -34,7 +34,7 @@ KILL_S = 30.0  # timeout of a kill request; the agent gives the kernel 20 s
 KILLED_CODE = 128 + signal.SIGKILL
 SSH_FAILED = 255
 LEAVE_S = 5.0  # for ranks to end by themselves after their launcher has
-GONE_S = 15.0  # without a process of the attempt on a host, which is time for its last rank to tell the others why
+GONE_S = 8.0  # without a process of the attempt on a host, for the others to end by what its last rank has told them
 ABSENT_S = 60.0  # for the first process of the attempt on a host, when others have ranks
 RESEND_S = 2.0  # between two signals to the ranks, for those that have just been started
 

@@ -55,6 +55,7 @@ from launch.runtime.logs import get_logger
 from launch.runtime.processes import StopSignals
 from launch.runtime.rank_environment import ATTEMPT, PRIVATE
 from launch.runtime.run_lock import is_locked, lock_holder
+from launch.runtime.start_witness import FIRST_CODE
 from launch.supervision.liveness import HeartbeatMonitor
 from launch.supervision.run_outcome import RunFolder
 from launch.supervision.supervisor import AttemptEnd, Policy, Supervisor, sleep
@@ -287,7 +288,7 @@ class HostsSupervisor(Supervisor):
         folder = (self._run_dir / FOLDER / attempt).absolute()
         # in the file that DeepSpeed reads, PYTHONPATH replaces the one that begins with the current folder
         shown = import_variables(os.environ) | shown | {ATTEMPT: attempt}
-        shown |= {PRIVATE: next(iter(answers.values()))["private_environment"]}
+        shown |= {PRIVATE: next(iter(answers.values()))["private_environment"], FIRST_CODE: str(folder / "first_code")}
         command, environment = self._command(assignment, shown, folder), launcher_environment(folder, lease_s, shown)
         reconnect = partial(HostConnection, ssh_port=self._options.ssh_port, patience_s=lease_s)
         with (
@@ -303,6 +304,8 @@ class HostsSupervisor(Supervisor):
                 command, environment, monitor, self._policy.grace_s, heartbeats.reason, self._has_started
             ).run(signals)
             lost = monitor.lost()
+        if ended.code == 0 and (folder / "first_code").exists():  # DeepSpeed's helper under MPICH ends with 0
+            ended = replace(ended, code=int((folder / "first_code").read_text() or FAILED_CODE))
         shutil.rmtree(folder, ignore_errors=True)
         self._connections |= connections  # the monitor may have reconnected
         in_parallel([name for name in connections if name not in lost], lambda name: connections[name].ask("release"))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import zlib
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
@@ -17,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launch.errors import LaunchError
+from launch.runtime import slurm_step
 from launch.runtime.devices import gpu_count
 from launch.runtime.local_ranks import free_port
 from megalite.checkpoint.small_files import UnsafeFile, read_small_file
@@ -29,8 +29,6 @@ PRIVATE = "MEGALITE_PRIVATE_ENVIRONMENT"  # names a file with variables that mus
 PRIVATE_BYTES = 1 << 24  # Linux takes fewer in an environment
 DEFAULT_PORT = 29500  # torch's and DeepSpeed's
 NOWHERE = ("", 0)  # the launcher gives no rendezvous address
-FIRST_PORT, PORTS = 10_000, 19_997  # below the ephemeral ports of the kernel
-FIRST_SPECIAL_STEP = 0xFFFFFFF0  # step ids from here on are batch scripts, interactive shells and the like
 LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")  # torch's and DeepSpeed's names
 MPI_LOCAL_RANKS = ("MPI_LOCALRANKID", "PMI_LOCAL_RANK", "PALS_LOCAL_RANKID")  # MPICH and Intel MPI; Cray
 
@@ -148,14 +146,6 @@ def take_private_environment(environment: MutableMapping[str, str]) -> None:
         ) from None
 
 
-def first_host(nodelist: str) -> str:
-    """Returns the first host of a Slurm node list: "a" for "a,b", "node07" for "node[07-12,15],other"."""
-    first = re.match(r"(?:[\w.-]|\[\d[\d,-]*\])+", nodelist)
-    if first is None:
-        raise LaunchError(f"SLURM_STEP_NODELIST is {nodelist!r}, which names no host: set MASTER_ADDR to rank 0's")
-    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0])
-
-
 def _with_given(given: Mapping[str, int], found: Rank) -> Rank:
     """Applies variables set by hand. RANK and WORLD_SIZE must agree; the local rank, and so the device, is free."""
     for name, number in (("RANK", found.rank), ("WORLD_SIZE", found.world_size)):
@@ -184,14 +174,14 @@ def _from_open_mpi(environment: Environment) -> Rank | None:
     rank, local_rank, size, local_size = _all(environment, "Open MPI", names)
     job = environment.get("PMIX_NAMESPACE") or environment.get("OMPI_MCA_ess_base_jobid", "")
     is_local = local_size == size
-    master = ("127.0.0.1", _port(zlib.crc32(job.encode()))) if is_local else NOWHERE
+    master = ("127.0.0.1", slurm_step.port_of(zlib.crc32(job.encode()))) if is_local else NOWHERE
     return Rank(rank, local_rank, size, "Open MPI", not is_local, master)
 
 
 def _from_pmi(environment: Environment) -> Rank | None:
     """Reads MPICH's hydra and Intel MPI. `srun --mpi=pmi2` also sets PMI_RANK, but none of the local-rank variables."""
     local = next((name for name in (*MPI_LOCAL_RANKS, "LOCAL_RANK") if name in environment), None)
-    if "PMI_RANK" not in environment or (local in (None, "LOCAL_RANK") and _is_step(environment)):
+    if "PMI_RANK" not in environment or (local in (None, "LOCAL_RANK") and slurm_step.is_step(environment)):
         return None
     rank, size = _all(environment, "MPI", ["PMI_RANK", "PMI_SIZE"])
     if local is None and size > 1:
@@ -203,24 +193,14 @@ def _from_pmi(environment: Environment) -> Rank | None:
     return Rank(rank, _number(environment, local) if local else 0, size, "MPI", several)
 
 
-def _is_step(environment: Environment) -> bool:
-    """Returns whether `srun` started this process; batch scripts and `salloc` shells have most of its variables too."""
-    step = environment.get("SLURM_STEP_ID", "")
-    return step.isdecimal() and int(step) < FIRST_SPECIAL_STEP and "SLURM_PROCID" in environment
-
-
 def _from_slurm(environment: Environment) -> Rank | None:
-    if not _is_step(environment):
+    if not slurm_step.is_step(environment):
         return None
     names = ["SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "SLURM_JOB_ID"]
-    rank, local_rank, size, hosts, job = _all(environment, "Slurm", names)
+    rank, local_rank, size, hosts, _ = _all(environment, "Slurm", names)
     if environment.get("CUDA_VISIBLE_DEVICES") and "," not in environment["CUDA_VISIBLE_DEVICES"]:
         local_rank = 0  # a task bound to one GPU sees only that
-    address, port = "127.0.0.1", _port(16 * job + int(environment["SLURM_STEP_ID"]))
-    if hosts > 1:  # the list is sorted; with an arbitrary distribution rank 0 may be on any of its hosts
-        is_arbitrary = environment.get("SLURM_DISTRIBUTION", "").startswith("arbitrary")
-        address = "" if is_arbitrary else first_host(environment.get("SLURM_STEP_NODELIST", ""))
-    return Rank(rank, local_rank, size, "Slurm", hosts > 1, (address, port))
+    return Rank(rank, local_rank, size, "Slurm", hosts > 1, slurm_step.master(environment))
 
 
 def _from_pmix(environment: Environment) -> Rank | None:
@@ -277,11 +257,6 @@ def _master(environment: Environment, found: Rank) -> tuple[str, int]:
     if not 0 < port < 1 << 16:
         raise LaunchError(f"MASTER_PORT is {port}, which is no port: set one from 1 to 65535, on all hosts alike")
     return address, port
-
-
-def _port(number: int) -> int:
-    """Derives a port that all ranks of a job compute alike, and another job on the same host hardly ever."""
-    return FIRST_PORT + number % PORTS
 
 
 def _all(environment: Environment, launcher: str, names: Sequence[str]) -> list[int]:

@@ -169,15 +169,15 @@ class Supervisor(ABC):
                     code = ended.code
                 self._record(began, ended, code)
                 if signals.last is not None:
-                    self._log(f"asked to end by {signal.Signals(signals.last).name}: {describe(code)}")
+                    self._log(f"asked to end by {signal.Signals(signals.last).name}: {self._ending(code)}")
                     return code
                 if code in FINAL and not (code == USER_ERROR_CODE and self._restarts):
                     if code:
-                        self._log(f"not started again: {describe(code)}")
+                        self._log(f"not started again: {self._ending(code)}")
                     return code
                 reason = self._reason_to_give_up(before, after, ended)
                 if reason:
-                    self._log(f"gave up: {reason}: {describe(code)}; {goes_on_in_words(self._folder.checkpoint)}")
+                    self._log(f"gave up: {reason}: {self._ending(code)}")
                     return code
                 if self._restarts and self._folder.checkpoint != before.checkpoint:
                     self._wait_s = self._policy.first_wait_s
@@ -189,6 +189,12 @@ class Supervisor(ABC):
                     self._log(f"asked to end before restart {self._restarts}")
                     return 128 + (signals.last or signal.SIGTERM)
                 self._wait_s = min(2 * self._wait_s, self._policy.longest_wait_s)
+
+    def _ending(self, code: int) -> str:
+        """Returns an exit code with its meaning, how far the run has come, and what starting it again does."""
+        if code in (0, USER_ERROR_CODE) or not self._folder.step:
+            return describe(code)
+        return f"{describe(code)} {self._folder}; {goes_on_in_words(self._folder.checkpoint)}"
 
     def _total_steps(self) -> int | None:
         """Returns the length of the run in steps, counted from its newest checkpoint; None if it is not known."""
@@ -207,7 +213,7 @@ class Supervisor(ABC):
         if after is not None and after.has_trained(before):
             self._startup_failures = 0
             if ended.reason is None and (after.checkpoint, after.step) == self._progress:
-                return f"it failed twice in a row {after}, without progress"
+                return "it failed twice in a row without progress"
             self._progress = after.checkpoint, after.step
         else:
             self._startup_failures += 1
@@ -299,7 +305,7 @@ def describe(code: int) -> str:
     if code in FINAL:
         return f"exit code {code} ({FINAL[code]})"
     if code == HUNG_CODE:
-        return f"exit code {code} (the watchdog ended a run that hung)"
+        return f"exit code {code} (a rank died or hung, and the watchdog ended the run)"
     if 128 < code < 128 + signal.NSIG:
         try:
             return f"exit code {code} ({signal.Signals(code - 128).name})"

@@ -25,7 +25,7 @@ from torch.distributed import DistError
 
 from megalite.distributed.errors import RendezvousFailed
 from megalite.distributed.meeting_store import join, serve
-from megalite.distributed.start_failures import CHALLENGE, End, FailureWatch
+from megalite.distributed.start_failures import CHALLENGE, End, FailureWatch, StartFailure
 from megalite.distributed.store_address import (
     FOLDER,
     SECRET,
@@ -196,6 +196,10 @@ class Rendezvous:
         self._notes.set(_key(milestone, self.rank), "")
         if milestone == JOINED:
             self._has_joined.set()
+
+    def note_failure(self, host: str, code: int, text: str) -> bool:
+        """Tells the other ranks why this one ends; returns whether they hear of it."""
+        return self._watch is not None and self._watch.note(StartFailure(self.rank, host, code, text))
 
     def close(self) -> None:
         """Stops looking for failures of other ranks, because the run has started."""

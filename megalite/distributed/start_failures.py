@@ -89,6 +89,17 @@ class FailureWatch:
     def close(self) -> None:
         self._is_over.set()
 
+    def note(self, failure: StartFailure) -> bool:
+        """Notes this rank's own failure; returns whether the others have heard it, or can without this process."""
+        with suppress(DistError):
+            if read_failure(self.store, self._secret, self._world_size) is None:
+                challenge = self.store.get(CHALLENGE).decode() if self._secret else ""
+                shared = SharedSecret(self._secret, self._world_size, challenge) if self._secret else None
+                self.store.set(FAILED, failure.packed(shared))
+            self.store.set(_heard(self._rank), "")
+            return self._rank != 0 or _is_heard(self.store, self._world_size, time.monotonic() + ANSWER_S)
+        return False
+
     def _look(self) -> None:
         with suppress(DistError):  # the store has ended, which the main thread notices by itself
             while not self._is_over.wait(LOOK_S):

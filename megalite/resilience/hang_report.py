@@ -105,6 +105,7 @@ class NoResponse:
 
     host: str = ""
     condition: str = ""  # "its process is gone"
+    is_dead: bool = False  # for certain
 
 
 @dataclass(frozen=True)
@@ -112,11 +113,17 @@ class Explanation:
     """The ranks that block a run, and why."""
 
     roots: tuple[int, ...]
+    headline: str  # "hung", or who died, and where
     paragraph: str
 
 
-def explain(states: Mapping[int, RankState], unresponsive: Mapping[int, NoResponse], mesh: Mesh) -> Explanation:
-    """Explains a hang from the `states` of ranks that answered, at least one, and `unresponsive`, all other ranks."""
+def explain(
+    states: Mapping[int, RankState], unresponsive: Mapping[int, NoResponse], mesh: Mesh, *, is_lost: bool = False
+) -> Explanation:
+    """Explains a hang from the `states` of ranks that answered, at least one, and `unresponsive`, all other ranks.
+
+    `is_lost`: a rank has lost a connection, so that ranks that do not answer are no longer there.
+    """
     waits = _waits(states)
     roots = _roots(waits, states, unresponsive)
     reasons = [state.reason for _, state in sorted(states.items()) if state.reason]
@@ -126,7 +133,17 @@ def explain(states: Mapping[int, RankState], unresponsive: Mapping[int, NoRespon
         _describe_waits(roots, waits, states),
         _describe_others(roots, waits, states),
     ]
-    return Explanation(tuple(roots), " ".join(filter(None, sentences)))
+    return Explanation(tuple(roots), _headline(unresponsive, is_lost=is_lost), " ".join(filter(None, sentences)))
+
+
+def _headline(unresponsive: Mapping[int, NoResponse], *, is_lost: bool) -> str:
+    dead = {rank: one for rank, one in unresponsive.items() if one.is_dead}
+    gone = dead or (unresponsive if is_lost else {})
+    if not gone:
+        return "hung"
+    hosts = sorted({one.host for one in gone.values() if one.host})
+    where = f" on {', '.join(hosts[:NAMED])}" if hosts else ""
+    return f"{_names(gone)}{where} {'died' if dead else 'died, or cannot be reached any more'}"
 
 
 def _waits(states: Mapping[int, RankState]) -> dict[int, Ranks]:

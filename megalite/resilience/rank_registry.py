@@ -21,6 +21,7 @@ from megalite.resilience.heartbeat import FOLDER
 from megalite.resilience.rank_state import Number, StrictModel, Word
 
 LONGEST_BYTES = 1 << 24  # stacks of many threads
+DEAD = "is dead"
 CLOCK_S = 2.0  # accuracy of a process's start time if the clock is set meanwhile
 
 
@@ -87,8 +88,9 @@ def look_for(run_dir: Path, rank: int) -> tuple[NoResponse, bytes]:
     except (OSError, ValueError):
         return NoResponse(), b""
     if found.ended:
-        return NoResponse(found.host, f"it ended with {found.ended}"), b""
-    return NoResponse(found.host, _condition(found, stacks) if found.host == socket.gethostname() else ""), stacks
+        return NoResponse(found.host, f"it ended with {found.ended}", is_dead=True), b""
+    condition = _condition(found, stacks) if found.host == socket.gethostname() else ""
+    return NoResponse(found.host, condition, is_dead=condition.endswith(DEAD)), stacks
 
 
 def recorded_errors(run_dir: Path, since: float) -> dict[int, str]:
@@ -120,7 +122,7 @@ def _condition(line: _FirstLine, stacks: bytes) -> str:
     except psutil.Error:
         status = psutil.STATUS_DEAD
     if status in (psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE):
-        return f"its process {process} is dead"
+        return f"its process {process} {DEAD}"
     if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
         return f"its process {process} is stopped, by a signal or a debugger"
     if stacks:

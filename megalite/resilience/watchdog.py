@@ -309,11 +309,12 @@ class Watchdog:
                 unresponsive[rank], stacks = look_for(self._run_dir, rank)
                 if stacks:
                     write_small_file(self._folder / f"rank_{rank:04d}.txt", stacks)
-        explanation = explain(states, unresponsive, self._activity.mesh)
+        is_lost = (self._folder / LOST_MARK).exists()
+        explanation = explain(states, unresponsive, self._activity.mesh, is_lost=is_lost)
         stacks_of = len(list(self._folder.glob("rank_*.txt")))
         whose = "all ranks" if stacks_of == len(ranks) else f"{stacks_of} of {len(ranks)} ranks"
         paragraph = f"{explanation.paragraph} The stacks of {whose} are in {self._folder}."
-        print(f"megalite: hung: {paragraph}", file=sys.stderr, flush=True)
+        print(f"megalite: {explanation.headline}: {paragraph}", file=sys.stderr, flush=True)
         with contextlib.suppress(Exception):
             step = states[self._activity.rank].now.step
             self._report({"step": step, "ranks": list(explanation.roots), "explanation": paragraph})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,14 @@ pytestmark = pytest.mark.slow
 
 HOSTS = "node1 slots=1\nnode2 slots=1\nnode3 slots=1\n"
 SECONDS = 120.0  # on a busy machine, of which most is three starts; without the message a host waits for half an hour
+KEEPS_LOCK = """
+import sys, time
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from launch.runtime.run_lock import take_lock
+lock = take_lock(Path(sys.argv[2]), 100)  # as soon as rank 0 has ended
+time.sleep(1000)
+"""
 
 
 @pytest.fixture
@@ -33,11 +42,15 @@ def config(tiny: dict[str, Any]) -> dict[str, Any]:
 def test_a_launch_ends_with_the_message_of_the_host_that_fails(
     config: dict[str, Any], cluster_of: Callable[..., Cluster], tmp_path: Path
 ) -> None:
-    """A rank killed on the last host is tried again; what only the middle host lacks is a mistake, and final."""
+    """A rank killed on the last host is tried again, where a process of a frozen host may still have the lock; what
+    only the middle host lacks is a mistake, and final."""
     cluster = cluster_of(3)
     run = Launched(cluster, tmp_path / "killed", config, HOSTS, "--restarts", "1")
     run.wait_until(lambda: len(run.rank_processes()) == 3)
+    frozen = cluster.hosts["node2"].popen([sys.executable, "-c", KEEPS_LOCK, ROOT, run.run_dir])
     killed = run.send(signal.SIGKILL, rank=2)
+    run.wait_until(lambda: "on node2, of an attempt before, still has the lock" in run.said())
+    frozen.kill()  # ranks wait for the lock
     assert run.end() == 0, run.said()
     first, second = run.attempts()
     assert first["ended"] - killed < SECONDS and first["exit_code"] == 128 + signal.SIGKILL, run.said()

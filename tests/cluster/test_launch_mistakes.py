@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+from launch.runtime.run_lock import is_locked
 from tests.conftest import write_config
 from tests.e2e.conftest import References
 from tests.helpers.audit import audit
@@ -162,6 +164,11 @@ def test_a_filter_that_leaves_one_host_runs_there_and_names_that_lead_to_loopbac
     for node in ("node1", "node2"):
         private = cluster.hosts[node].run(["sh", "-c", "cat /dev/shm/megalite_*.json"], check=True).stdout
         assert {*names, "OF_A_FILE"} <= {name for name, value in yaml.safe_load(private).items() if value == SECRET}
+    run.wait_until(lambda: is_locked(run.run_dir) is True)
+    second = [sys.executable, "-m", "launch", "launch", "--hostfile", run.folder / "hosts", run.folder / "config.yaml"]
+    done = cluster.hosts["head"].run(second, cwd=ROOT, env=os.environ | {"DS_ACCELERATOR": "cpu"})
+    holder = re.search(r"another run is using run_dir .* \(process \d+ on node1 has its lock\): wait", done.stderr)
+    assert done.returncode == 2 and holder is not None and done.stderr.count("\n") == 1, done.stderr
     run.wait_for_steps(1)
     node1 = cluster.hosts["node1"]
     listeners = node1.run(["ss", "-ltnH", f"sport = :{port}"], check=True).stdout.split()

@@ -29,7 +29,6 @@ from tests.helpers.commands import ROOT
 
 ATTEMPTS = Path(__file__).parents[1] / "helpers" / "attempts.py"
 MARK = "MEGALITE_TEST_MARK"
-AGAIN = "the same command begins again with step 1"
 
 
 class Supervised:
@@ -142,7 +141,7 @@ def test_it_gives_up_where_the_same_step_fails_twice(supervise: Callable[..., Su
     code, said = supervise([{"steps": 7, "save": 6, "code": 1}, {"steps": 7, "code": 1}]).end()
     assert code == 1 and len(said) == 2
     assert said[1] == (
-        "gave up: it failed twice in a row after step 7; newest checkpoint: step 6, without progress: exit code 1; "
+        "gave up: it failed twice in a row without progress: exit code 1 after step 7; newest checkpoint: step 6; "
         "the same command goes on from step 6"
     )
 
@@ -150,7 +149,7 @@ def test_it_gives_up_where_the_same_step_fails_twice(supervise: Callable[..., Su
 def test_it_gives_up_where_no_step_is_ever_reached(supervise: Callable[..., Supervised]) -> None:
     code, said = supervise([{"code": 1}] * 4 + [{"signal": "SIGSEGV"}], "--longest-wait", "0").end()
     assert (code, len(said)) == (139, 6) and "a module of yours" in said[0]
-    assert said[-1].startswith(f"gave up: 5 attempts in a row failed before they had trained a step: {describe(139)};")
+    assert said[-1].startswith(f"gave up: 5 attempts in a row failed before they had trained a step: {describe(139)}")
 
 
 def test_a_start_that_fails_for_a_while_does_not_end_a_run_that_trains(supervise: Callable[..., Supervised]) -> None:
@@ -167,7 +166,7 @@ def test_a_start_that_fails_for_a_while_does_not_end_a_run_that_trains(supervise
 def test_starts_that_fail_between_do_not_hide_a_step_that_fails_twice(supervise: Callable[..., Supervised]) -> None:
     trained = {"events": ["started"], "steps": 7, "code": 1}
     code, said = supervise([trained, {"code": 1}, trained]).end()
-    assert (code, len(said)) == (1, 3) and said[-1].startswith("gave up: it failed twice in a row after step 7;")
+    assert (code, len(said)) == (1, 3) and said[-1].startswith("gave up: it failed twice in a row without progress")
 
 
 def test_a_folder_that_cannot_be_read_says_nothing(supervise: Callable[..., Supervised]) -> None:
@@ -196,7 +195,7 @@ def test_what_the_run_says_counts_and_not_its_launcher_s_code(
 
 def test_a_run_that_hung_is_restarted_and_its_code_is_told(supervise: Callable[..., Supervised]) -> None:
     code, said = supervise([{"events": ["started", "hung"], "steps": 3, "code": 1}], "--restarts", "0").end()
-    assert (code, said) == (86, [f"gave up: no restart is allowed: {describe(86)}; {AGAIN}"])
+    assert (code, said) == (86, [f"gave up: no restart is allowed: {describe(86)}"])
 
 
 def test_a_launcher_s_0_is_not_believed_where_the_run_did_not_end(supervise: Callable[..., Supervised]) -> None:
@@ -235,7 +234,8 @@ def test_of_a_killed_rank_the_signal_is_told_and_not_that_the_others_waited() ->
 
 def test_it_gives_up_when_the_restarts_are_used(supervise: Callable[..., Supervised]) -> None:
     code, said = supervise([{"steps": step, "code": 9} for step in (1, 2, 3)], "--restarts", "2").end()
-    assert (code, said[-1]) == (9, f"gave up: all 2 restarts are used: exit code 9; {AGAIN}")
+    end = "exit code 9 after step 3; newest checkpoint: step 3; the same command goes on from step 3"
+    assert (code, said[-1]) == (9, f"gave up: all 2 restarts are used: {end}")
 
 
 @pytest.mark.parametrize("code", [2, 3, 75, 130])
@@ -256,7 +256,8 @@ def test_a_signal_reaches_the_run_which_saves_and_is_not_restarted(
     pid = run.wait_for_start()
     run.process.send_signal(getattr(signal, name))
     code, said = run.end()
-    assert (code, said) == (75, [f"asked to end by {name}: exit code 75 (asked to end, and saved)"])
+    saved = "after step 3; newest checkpoint: step 3; the same command goes on from step 3"
+    assert (code, said) == (75, [f"asked to end by {name}: exit code 75 (asked to end, and saved) {saved}"])
     assert (tmp_path / "got").read_text() == f"{pid} {name}\n", "once, and the same one"
 
 

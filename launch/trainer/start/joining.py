@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Callable
 from datetime import timedelta
@@ -54,6 +55,7 @@ def join_ranks(config: Config, rank: Rank, progress: StartupProgress) -> Device:
             witness.end()  # there is nobody to tell
             raise LaunchError(f"{error}{hint}") from None
         progress.at_first_step += [rendezvous.close, witness.end]
+        witness.note = partial(rendezvous.note_failure, socket.gethostname())
     progress.begin("connecting all ranks" if rendezvous is not None else "preparing the device")
     kind = start_distributed(rank.local_rank, timeout, rendezvous).type
     if rendezvous is not None:

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 import time
@@ -173,9 +174,10 @@ class Job:
         """What the watchdog said, which is the same wherever it says it, and is said once."""
         told: dict[str, Any] = json.loads((self.scenario.run_dir / "told.json").read_text())
         assert (self.folder / "explanation.txt").read_text() == told["explanation"] + "\n"
-        said = [text for rank in range(len(self.processes)) if "hung: " in (text := self.stderr(rank))]
+        text = f": {told['explanation']}\n"
+        said = [said for rank in range(len(self.processes)) if text in (said := self.stderr(rank))]
         assert len(said) == 1
-        assert f"megalite: hung: {told['explanation']}\n" in said[0]
+        told["headline"] = said[0].partition(text)[0].splitlines()[-1]
         return told
 
     def stacks(self) -> dict[int, str]:
@@ -259,6 +261,7 @@ def test_a_killed_rank_is_named_though_the_others_get_an_error_at_once(tmp_path:
         assert time.monotonic() - started < PATIENCE_S / 2
         told = running.told()
         assert told["ranks"] == [3]
+        assert told["headline"] == f"megalite: rank 3 on {socket.gethostname()} died"
         assert "lost a connection in step" in told["explanation"]
         assert f"its process {running.processes[3].pid} is dead" in told["explanation"]
         assert sorted(running.stacks()) == [0, 1, 2]
@@ -316,7 +319,7 @@ def test_a_rank_that_goes_away_silently_is_named(tmp_path: Path) -> None:
     with job(tmp_path, Case(dp=2), 1, goes_away_silently) as running:
         assert running.exit_codes(without=1) == {HUNG_CODE}
         told = running.told()
-        assert told["ranks"] == [1]
+        assert (told["ranks"], told["headline"]) == ([1], "megalite: hung")
         assert "rank 1 (replica 1), which does not answer: stopped, dead, or cut off" in told["explanation"]
         assert "Rank 0 waits to count the batch's tokens with rank 1." in told["explanation"]
 

@@ -275,12 +275,21 @@ def test_ranks_without_an_answer_are_told_by_host() -> None:
     reduce = (Operation.BACKWARD, 2, tuple(range(8)))
     gone = {rank: NoResponse("node7", "") for rank in (4, 5, 6, 7)} | {1: NoResponse("node3", "its process 77 is dead")}
     found = explain({rank: _state(rank, reduce) for rank in (0, 2, 3)}, gone, mesh)
-    assert found.roots == (1, 4, 5, 6, 7)
+    assert (found.roots, found.headline) == ((1, 4, 5, 6, 7), "hung")
     assert found.paragraph == (
         "The run waits for rank 1 (replica 1, on node3), which does not answer: its process 77 is dead, and for ranks "
         "4-7 (on node7), which do not answer: stopped, dead, or cut off. Ranks 0 and 2-3 wait in the backward of "
         "micro-batch 2 for ranks 1 and 4-7."
     )
+
+
+def test_who_died_is_told_first() -> None:
+    mesh, state = Mesh(data_parallel_size=4), {0: _state(0, (Operation.REDUCE_GRADIENTS, None, (0, 1, 2, 3)))}
+    gone = {3: NoResponse("node7")}
+    away = explain(state, gone, mesh, is_lost=True).headline
+    assert away == "rank 3 on node7 died, or cannot be reached any more"
+    gone |= {rank: NoResponse(f"node{rank}", is_dead=True) for rank in (1, 2)}
+    assert explain(state, gone, mesh).headline == "ranks 1-2 on node1, node2 died"
 
 
 def test_when_all_have_come_it_is_the_network() -> None:
