@@ -26,7 +26,14 @@ from pathlib import Path
 from typing import Any
 
 from launch.backends.ray_cluster import connect
-from launch.errors import FAILED_CODE, USER_ERROR_CODE, LaunchError
+from launch.errors import (
+    FAILED_CODE,
+    INTERRUPTED_CODE,
+    PREEMPTED_CODE,
+    STOPPED_CODE,
+    USER_ERROR_CODE,
+    LaunchError,
+)
 from launch.runtime.forwarded_environment import forwarded_environment
 from launch.runtime.import_path import CHECKOUT, import_variables
 from launch.runtime.local_ranks import free_port, rank_environment
@@ -35,7 +42,7 @@ from launch.runtime.modules import RANK, REAPER, python_command
 from launch.runtime.printing import say
 from launch.runtime.processes import ProcessTree, StopSignals
 from launch.runtime.rank_environment import ATTEMPT, PRIVATE, take_private_environment
-from launch.supervision.supervisor import REAPER_S, AttemptEnd, CommandSupervisor, Policy
+from launch.supervision.supervisor import REAPER_S, AttemptEnd, CommandSupervisor, Policy, describe
 from launch.trainer.start.flags import split_flags
 from launch.trainer.start.run_config import load_run_config
 from launch.trainer.start.run_folder import lock_run_folder, make_run_folder
@@ -48,6 +55,7 @@ log = get_logger("launch.backends.ray")  # this module also runs as __main__
 
 FOLDER = "ray"  # in the run's folder: logs of the ranks, and files of Ray Train
 MISTAKE = "megalite: error: "
+SAID_BY_RANK_0 = (STOPPED_CODE, PREEMPTED_CODE, INTERRUPTED_CODE)
 LOST_CODE = 4  # only of the attempt's process: Ray lost a worker, so ranks have been asked to end
 ENDED = re.compile(r"rank \d+ ended with exit code (\d+)")
 POLL_S = 0.5  # between two reads of rank 0's log, and two checks whether it has ended
@@ -220,7 +228,7 @@ def _read_private(job: RayJob, rank: int) -> dict[str, str]:
 
 
 def code_of(failures: dict[int, str], logs: Path, begin: int = 0) -> int:
-    """Returns the exit code of an attempt from the failures of its ranks; prints the error unless rank 0 did.
+    """Returns the exit code of an attempt from the failures of its ranks; prints why unless rank 0 did.
 
     The log of rank 0 has lines of this attempt from byte `begin` on.
     """
@@ -231,12 +239,14 @@ def code_of(failures: dict[int, str], logs: Path, begin: int = 0) -> int:
     rank = min(
         codes, key=lambda rank: (codes[rank] == FAILED_CODE, rank)
     )  # a rank that lost a peer fails with that code
-    if rank and codes[rank] == USER_ERROR_CODE:
-        # Ray may name another rank although rank 0, whose log is shown, has failed with the same error
-        of_rank_0, own = _mistakes(logs / "rank_0.log", begin), _mistakes(logs / f"rank_{rank}.log")
-        if own and not of_rank_0:
-            say(own[-1], file=sys.stderr, flush=True)
-    return codes[rank]
+    code = codes[rank]
+    # Ray may name another rank although rank 0, whose log is shown, has failed with the same error, or told it
+    if rank and code not in SAID_BY_RANK_0 and not _mistakes(logs / "rank_0.log", begin):
+        path = logs / f"rank_{rank}.log"
+        own = _mistakes(path)[-1:] if code in (FAILED_CODE, USER_ERROR_CODE) else []
+        said = own[0] if own else f"{MISTAKE}rank {rank} ended with {describe(code)}: its log is {path}"
+        say(said, file=sys.stderr, flush=True)
+    return code
 
 
 def _mistakes(path: Path, begin: int = 0) -> list[str]:

@@ -230,6 +230,7 @@ def test_the_rank_that_failed_first_decides_the_exit_code(tmp_path: Path, capsys
         return f"Training failed ...\nlaunch.backends.ray.RankEnded: rank {rank} ended with exit code {code}\n"
 
     assert code_of({0: ended(0, 1), 1: ended(1, 137)}, tmp_path) == 137, "rank 0 only lost its peer"
+    assert "rank 1 ended with exit code 137 (SIGKILL): its log is " in capsys.readouterr().err
     assert code_of({0: ended(0, 75), 1: ended(1, 75)}, tmp_path) == 75
     assert code_of({0: ended(0, 75), 1: "A worker health check failed."}, tmp_path) == LOST_CODE
     (tmp_path / "rank_1.log").write_text("megalite: error: old\nstep 1\nmegalite: error: the data is not here\n")

@@ -32,14 +32,16 @@ def environment(rank: int, port: int, secret: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("secret", ["", new_secret()], ids=["open", "with a secret"])  # each worker draws its own
+@pytest.mark.parametrize("has_met", [False, True], ids=["before", "after they met"])
 @pytest.mark.parametrize("failed", [0, 1, 2])
-def test_all_other_ranks_hear_of_a_failure(failed: int, secret: str) -> None:
-    """Rank 0 has failed before it served the store, or another rank while rank 0 waits for it."""
+def test_all_other_ranks_hear_of_a_failure(failed: int, has_met: bool, secret: str) -> None:
+    """Rank 0 has failed before it served the store, or another rank while rank 0 waits for it; or one that has met the
+    others tells them by itself, which takes no other process."""
     port, failure = free_port(), FAILURE._replace(rank=failed)
     heard: list[Future[StartFailure]] = [Future() for _ in range(3)]
     with ThreadPoolExecutor(3) as threads:
 
-        def come(rank: int) -> None:
+        def come(rank: int) -> FailureWatch:
             def end(failure: StartFailure, is_heard: Callable[[], bool]) -> None:
                 if rank == 0:
                     assert is_heard()
@@ -50,14 +52,17 @@ def test_all_other_ranks_hear_of_a_failure(failed: int, secret: str) -> None:
                 store.set("megalite/challenge", SharedSecret(secret, 3).challenge if secret else "")
             else:
                 store = join("127.0.0.1", port, LIMIT, 20.0)
-            FailureWatch(store.clone(), rank, 3, secret, end)  # type: ignore[attr-defined]
             kept.append(store)
+            return FailureWatch(store.clone(), rank, 3, secret, end)  # type: ignore[attr-defined]
 
         kept: list[object] = []
-        others = [threads.submit(come, rank) for rank in range(3) if rank != failed]
-        note_failure(failure, environment(failed, port, secret), 20.0)
-        for other in others:
-            other.result()
+        comers = {rank: threads.submit(come, rank) for rank in range(3) if has_met or rank != failed}
+        if has_met:
+            assert comers[failed].result().note(failure)
+        else:
+            note_failure(failure, environment(failed, port, secret), 20.0)
+        for comer in comers.values():
+            comer.result()
         assert [heard[rank].result(20) for rank in range(3) if rank != failed] == [failure] * 2
 
 
