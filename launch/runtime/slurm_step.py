@@ -1,4 +1,4 @@
-"""Where the tasks of a Slurm step meet. Standard library only: a rank that lacks a package is still to tell the others.
+"""The place where the tasks of a Slurm step meet, by the standard library alone: a rank that lacks a package asks too.
 
 Slurm itself knows no such place, so that all tasks derive the same one from the step's variables.
 """

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import logging
 import socket
+import threading
 import time
+from concurrent.futures import Future
 from datetime import timedelta
 
 from torch._C._distributed_c10d import TCPStore
+from torch.distributed import DistError
 
 from megalite.distributed.store_address import listen
 
 log = logging.getLogger(__name__)
 
 ANSWER_S = 5.0  # for the host of the store to answer
+GREETING_S = 15.0  # for the store itself, whose thread needs neither Python nor its rank's main thread
 RETRY_S = 0.2
 
 
@@ -41,8 +45,28 @@ def join(address: str, port: int, timeout: timedelta, patience_s: float) -> TCPS
     while True:
         try:
             socket.create_connection((address, port), ANSWER_S).close()
-            return TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
+            return _greeted(address, port, timeout)
         except OSError:
             if time.monotonic() > deadline:
                 raise
             time.sleep(RETRY_S)
+
+
+def _greeted(address: str, port: int, timeout: timedelta) -> TCPStore:
+    """Returns a connection to the store. Raises DistError where something else listens, for which torch would wait."""
+    found: Future[TCPStore] = Future()
+
+    def greet() -> None:
+        try:
+            found.set_result(TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False))
+        except Exception as error:
+            found.set_exception(error)
+
+    threading.Thread(target=greet, name="greeting of the store", daemon=True).start()
+    try:
+        return found.result(GREETING_S)
+    except TimeoutError:
+        raise DistError(
+            f"what listens there has not answered for {GREETING_S:.0f} s, as another program would, or a host that is "
+            "frozen: set another MASTER_PORT"
+        ) from None

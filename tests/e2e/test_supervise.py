@@ -28,6 +28,7 @@ from tests.helpers.attempts import save, write_event
 from tests.helpers.commands import ROOT
 
 ATTEMPTS = Path(__file__).parents[1] / "helpers" / "attempts.py"
+FROM_SCRATCH = "after step 3; no checkpoint yet; the same command begins again with step 1"
 MARK = "MEGALITE_TEST_MARK"
 
 
@@ -117,7 +118,7 @@ def test_a_run_that_fails_is_restarted_until_it_is_done(supervise: Callable[...,
     expected = [
         "restart 1 of 5 in 0.05 s: exit code 1 after step 3; newest checkpoint: step 2",
         "restart 2 of 5 in 0.05 s: exit code 137 (SIGKILL) after step 5; newest checkpoint: step 4",
-        "restart 3 of 5 in 0.05 s: exit code 86 (the watchdog ended a run that hung) after step 5; "
+        "restart 3 of 5 in 0.05 s: exit code 86 (a rank died or hung, and the watchdog ended the run) after step 5; "
         "newest checkpoint: step 5",
     ]
     assert (code, said) == (0, expected)
@@ -195,7 +196,7 @@ def test_what_the_run_says_counts_and_not_its_launcher_s_code(
 
 def test_a_run_that_hung_is_restarted_and_its_code_is_told(supervise: Callable[..., Supervised]) -> None:
     code, said = supervise([{"events": ["started", "hung"], "steps": 3, "code": 1}], "--restarts", "0").end()
-    assert (code, said) == (86, [f"gave up: no restart is allowed: {describe(86)}"])
+    assert (code, said) == (86, [f"gave up: no restart is allowed: {describe(86)} {FROM_SCRATCH}"])
 
 
 def test_a_launcher_s_0_is_not_believed_where_the_run_did_not_end(supervise: Callable[..., Supervised]) -> None:
@@ -234,7 +235,7 @@ def test_of_a_killed_rank_the_signal_is_told_and_not_that_the_others_waited() ->
 
 def test_it_gives_up_when_the_restarts_are_used(supervise: Callable[..., Supervised]) -> None:
     code, said = supervise([{"steps": step, "code": 9} for step in (1, 2, 3)], "--restarts", "2").end()
-    end = "exit code 9 after step 3; newest checkpoint: step 3; the same command goes on from step 3"
+    end = f"exit code 9 {FROM_SCRATCH}"
     assert (code, said[-1]) == (9, f"gave up: all 2 restarts are used: {end}")
 
 
@@ -256,8 +257,7 @@ def test_a_signal_reaches_the_run_which_saves_and_is_not_restarted(
     pid = run.wait_for_start()
     run.process.send_signal(getattr(signal, name))
     code, said = run.end()
-    saved = "after step 3; newest checkpoint: step 3; the same command goes on from step 3"
-    assert (code, said) == (75, [f"asked to end by {name}: exit code 75 (asked to end, and saved) {saved}"])
+    assert (code, said) == (75, [f"asked to end by {name}: exit code 75 (asked to end, and saved) {FROM_SCRATCH}"])
     assert (tmp_path / "got").read_text() == f"{pid} {name}\n", "once, and the same one"
 
 

@@ -225,6 +225,15 @@ def test_ranks_of_one_user_meet_in_a_folder_and_nothing_listens(
         meet(0, 0, **{FOLDER: str(folder)})
 
 
+def test_another_program_at_the_place_of_the_store_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes the connection and says nothing: torch's own client would wait for ever, whatever its timeout is."""
+    monkeypatch.setattr(meeting_store, "GREETING_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as alien:
+        address = f"127.0.0.1:{alien.getsockname()[1]}"
+        with pytest.raises(RendezvousFailed, match=f"cannot reach rank 0 at {address}: what listens there has not"):
+            meet(1, alien.getsockname()[1])
+
+
 def test_a_store_listens_on_the_address_where_the_ranks_meet(
     port: int, threads: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
