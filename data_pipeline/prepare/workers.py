@@ -144,8 +144,8 @@ def units_done(work: UnitWork, tasks: Iterable[UnitTask], workers: int, report: 
         if why := shared.last_words.value.decode(errors="replace"):
             raise DataLimitError(f"{why}: the tokenizer {tokenizer.given} is not usable") from error
         raise DataError(
-            "a worker process of prepare died (out of memory, or started from a script without "
-            '`if __name__ == "__main__":`): run it again with fewer --workers, finished parts are kept'
+            "a worker process of prepare died, mostly because it ran out of memory: run it again with fewer "
+            "--workers, finished parts are kept"
         ) from error
     finally:
         shared.values[_STOP] = 1

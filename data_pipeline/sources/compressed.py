@@ -1,5 +1,6 @@
 """Files that are read through a decompressor, chosen by their ending, and the reasons for which one cannot be."""
 
+import codecs
 import io
 import lzma
 import re
@@ -85,10 +86,18 @@ def refuse_other_kind(stream: io.BufferedReader, path: Place) -> None:
     """Raises DataError where the first bytes of a file are of no text, but of a compressed file, or of UTF-16."""
     start = stream.peek(_HEAD_BYTES)
     kind = next((kind for kind, bytes_ in _BEGINNINGS.items() if start.startswith(bytes_)), None)
-    if kind is not None and not _BEGINNINGS[kind].isascii():
+    if kind is not None and not (_BEGINNINGS[kind].isascii() and _is_text(start[:_HEAD_BYTES])):
         raise DataError(f"{path} is a {kind} file by its first bytes, and no text: give it the ending of what it is")
     if is_utf16(start[:_HEAD_BYTES]):
         raise not_utf8(str(path), start)
+
+
+def _is_text(start: bytes) -> bool:
+    """Returns whether the beginning of a file may be one of text that happens to begin with `PK` or `BZh`."""
+    try:
+        return "\0" not in codecs.getincrementaldecoder("utf-8")().decode(start)
+    except UnicodeDecodeError:
+        return False
 
 
 def _decompressed(path: Place, about_bytes: int) -> io.RawIOBase:

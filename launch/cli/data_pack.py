@@ -30,7 +30,7 @@ def pack(config_path: ConfigPath, overrides: Overrides = None, as_json: AsJson =
     from launch.trainer.data.remote_data import copies_here, with_copies
     from launch.trainer.loss_targets import notices_of_targets
 
-    config = load_run_config(config_path, overrides or [])
+    config = load_run_config(config_path, overrides or [], needs_length=False)
     with spinner("packing", is_shown=not as_json) as describe:
         places = copies_here(config.data, config.training.sequence_length, may_fetch=True, tell=describe)
         here = config.model_copy(update={"data": with_copies(config.data, places)})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
@@ -87,4 +88,5 @@ def print_summary(summary: PrepareSummary) -> None:
         listed = f", listed in {summary.left_out}" if summary.left_out else ""
         log.warning(f"{plural(summary.skipped_rows, 'bad row')} left out{listed}{first}")
     say(f"{summary.output}.bin: {counts}, vocabulary {summary.vocab_size:,}, {done}")
-    say(f"next: megalite train CONFIG.yaml data.path={summary.output} (`megalite config init` writes a config)")
+    if log.isEnabledFor(logging.INFO):  # not with --quiet
+        say(f"next: megalite train CONFIG.yaml data.path={summary.output} (`megalite config init` writes a config)")

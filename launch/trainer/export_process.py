@@ -1,8 +1,8 @@
 """Exports one checkpoint to a Hugging Face folder in a process of its own, while the run goes on.
 
 `python -m launch.trainer.export_process PARENT CHECKPOINT HF_DIR DTYPE VALIDATE`; DTYPE `-` takes the checkpoint's.
-The process runs at low priority, ends when the process PARENT ends, and prints lines of JSON: its progress (activity,
-done, total), and at the end a summary.
+The process runs at low priority unless training has ended, ends when the process PARENT ends, and prints lines of
+JSON: its progress (activity, done, total), and at the end a summary.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def main(parent: str, checkpoint: str, hf_dir: str, dtype: str, validate: str) -
     """Runs the export and returns the exit code."""
     signal.signal(signal.SIGTERM, _leave)
     end_with_parent(int(parent))
-    os.nice(NICENESS)
+    if validate != "True":  # training goes on beside this
+        os.nice(NICENESS)
     from launch.conversion.huggingface.exporting import export_hugging_face
 
     try:

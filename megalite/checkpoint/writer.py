@@ -21,7 +21,7 @@ from megalite.checkpoint.durable_files import NO_ROOM, remove, sync, write_durab
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.fence import fence
 from megalite.checkpoint.huggingface.safetensors_writer import Entry, into_files, write_safetensors
-from megalite.checkpoint.manifest import LATEST, MANIFEST, WEIGHT, FileEntry, Manifest, entry
+from megalite.checkpoint.manifest import LATEST, MANIFEST, WEIGHT, FileEntry, Manifest, entry, step_folders
 
 FILE_BYTES = 2 << 30  # of a file, unless one block is larger
 SPARE_BYTES = 1 << 20  # for the manifest and the logs
@@ -57,8 +57,14 @@ def cannot_write(path: Path, error: OSError) -> str:
     """Returns the message for a `path` that cannot be written: the reason and a remedy."""
     why = NO_ROOM.get(error.errno or 0)
     if why is not None:
-        return f"{path}: {why}: free some space, or keep fewer checkpoints (checkpoint.keep_last)"
+        return f"{path}: {why}: {_more_room(path.parent.parent)}"
     return f"{path}: cannot be written: {error.strerror or error}: make it writable, or choose another folder"
+
+
+def _more_room(root: Path) -> str:
+    """Returns what makes room for a checkpoint under `root`: of a single one there, nothing can be kept less."""
+    fewer = ", or keep fewer checkpoints (checkpoint.keep_last)" if len(step_folders(root)) > 1 else ""
+    return f"free some space{fewer}"
 
 
 def check_room(root: Path, size: int) -> None:
@@ -67,7 +73,7 @@ def check_room(root: Path, size: int) -> None:
     if free < size + SPARE_BYTES:
         raise CheckpointError(
             f"{root}: the checkpoint takes {(size + SPARE_BYTES) / 1e6:,.1f} MB with its manifest and the logs, and "
-            f"{free / 1e6:,.1f} MB are free: free some space, or keep fewer checkpoints (checkpoint.keep_last)"
+            f"{free / 1e6:,.1f} MB are free: {_more_room(root)}"
         )
 
 

@@ -164,6 +164,18 @@ def check_past(training: Samples, followed: FollowedMix, checkpoint: Path, advic
 # What a run is going to read.
 
 
+def epochs_in_steps(config: Config, training: Samples) -> tuple[str, int]:
+    """Returns how many samples and steps the epochs of all sources come to, in words and as a number of steps."""
+    assert isinstance(training, MixedSamples) and config.data.is_by_epochs
+    steps = NEW_RUN.steps_until(config, training.mix.modulus)
+    epochs = ", ".join(f"{source.epochs:g} epochs of {name}" for name, source in config.data.sources.items())
+    return f"{epochs} are {_samples_in_steps(config, training, steps)}", steps
+
+
+def _samples_in_steps(config: Config, training: MixedSamples, steps: int) -> str:
+    return f"{training.mix.modulus:,} samples, which are {plural(steps, 'step')}{_of_each_step(config)}"
+
+
 def check_epochs(config: Config, training: MixedSamples, followed: FollowedMix) -> None:
     """Raises DataError if a source is read more often than its `max_epochs`, or the run is longer than its epochs.
 
@@ -179,8 +191,8 @@ def check_epochs(config: Config, training: MixedSamples, followed: FollowedMix) 
             why_not = "; epochs of several sources are final once a run has begun, because they order all its samples"
             raise DataError(
                 f"the run takes {config.total_steps:,} steps, and the epochs of data.sources come to "
-                f"{training.mix.modulus:,} samples, which are {plural(steps, 'step')}{_of_each_step(config)}: set "
-                f"training.steps to {steps}{why_not if is_final else ', or raise epochs'}"
+                f"{_samples_in_steps(config, training, steps)}: set training.steps to {steps}"
+                f"{why_not if is_final else ', or raise epochs'}"
             )
         return
     for number, (name, taken) in enumerate(zip(training.mix.names, training.mix.counts(stop), strict=True)):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from data_pipeline.errors import DataError
 from launch.conversion.huggingface.hub_folder import hub_config, is_hub_model
 from launch.errors import LaunchError
 from launch.runtime.logs import get_logger
@@ -22,7 +23,7 @@ from launch.trainer.data.patterns import with_prefixes
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.huggingface.json_files import refuse_adapter
 from megalite.checkpoint.manifest import find_latest, no_checkpoint, read_manifest
-from megalite.config import Config, ModelConfig, load_config
+from megalite.config import Config, ConfigError, ModelConfig, load_config
 from megalite.config.model import DROPOUTS
 from models.families import FAMILIES
 
@@ -31,12 +32,53 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 Options = dict[str, Any]
+NO_LENGTH = "a run needs a length"  # as a rule of `megalite.config` begins
+ENDLESS = 1 << 40  # steps
 READING_THE_LENGTH = ("dynamic", "yarn", "longrope")  # types of rope_scaling
 
 
-def load_run_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Loads and completes a config. Raises ConfigError, CheckpointError, FamilyError or LaunchError."""
-    return load_config(path, overrides, complete=lambda values: _with_model(with_prefixes(values)))
+def load_run_config(path: Path, overrides: Sequence[str] = (), *, needs_length: bool = True) -> Config:
+    """Loads and completes a config. Raises ConfigError, CheckpointError, FamilyError or LaunchError.
+
+    Without `needs_length` a config that sets none is taken as one of a run that does not end.
+    """
+
+    def complete(values: Options) -> Options:
+        return _with_model(with_prefixes(values if needs_length else _without_end(values)))
+
+    try:
+        return load_config(path, overrides, complete=complete)
+    except ConfigError as error:
+        at = next((n for n, sentence in enumerate(error.sentences) if NO_LENGTH in sentence), None)
+        if at is None or (known := _length_of_epochs(path, overrides)) is None:
+            raise
+        sentences = [*error.sentences]
+        sentences[at] = f"{sentences[at].partition(NO_LENGTH)[0]}{NO_LENGTH}: {known}"
+        raise ConfigError(*sentences) from None
+
+
+def _without_end(values: Options) -> Options:
+    training = values.get("training")
+    if not isinstance(training, dict) or training.get("steps") or training.get("tokens"):
+        return values
+    return values | {"training": training | {"steps": ENDLESS}}
+
+
+def _length_of_epochs(path: Path, overrides: Sequence[str]) -> str | None:
+    """Returns how many steps the epochs of the sources come to, and what to set; None if it says no epochs."""
+    from launch.trainer.data.opening import open_training
+    from launch.trainer.data.run_mix import epochs_in_steps
+
+    try:
+        config = load_run_config(path, overrides, needs_length=False)
+        if not config.data.is_by_epochs or config.data.urls:
+            return None
+        said, steps = epochs_in_steps(config, open_training(config))
+    except ConfigError:
+        return None  # the problems beside the length are in the same message
+    except DataError as error:
+        return f"how many steps the epochs of data.sources come to is not known yet ({error})"
+    return f"{said}: set training.steps to {steps}"
 
 
 def with_layout_for_all(config: Config, rank: Rank, devices: Sequence[RankDevice]) -> Config:

@@ -192,6 +192,9 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
     "no_mark.json": ('[{"text": "a"}]'.encode("utf-16-le"), "no_mark.json is not UTF-8 text, it looks like UTF-16"),
     "no_mark.txt.gz": (gzip.compress("a b".encode("utf-16-le")), "no_mark.txt.gz is not UTF-8 text, it looks like"),
     "packed.jsonl": (gzip.compress(b'{"text": "a"}'), "packed.jsonl is a gzip file by its first bytes"),
+    "packed.txt": (b"PAR1\x15\x04\xff\x00" * 9, "packed.txt is a Parquet file by its first bytes"),
+    "rows.jsonl": (b"PAR1\x15\x04\xff\x00" * 9, "rows.jsonl is a Parquet file by its first bytes"),
+    "packed.csv": (b"PK\x03\x04\x14\x00", "packed.csv is a zip file by its first bytes"),
     "number.json": (b"7", "line 1 is not a JSON object"),
 }
 

@@ -51,6 +51,28 @@ def test_plans_are_written_once_and_a_run_wants_them(
     assert code == 2 and "data.packing is concat, which needs no plan" in err
 
 
+def test_the_epochs_of_a_run_without_a_length_are_said_in_steps(tiny: dict[str, Any], tmp_path: Path) -> None:
+    """`data plan` was to say how many steps epochs come to, and asked for the number; so did packing, without need."""
+    for name, count in (("web", 7), ("code", 4)):
+        with IndexedWriter(tmp_path / name, np.uint16) as writer:
+            for _ in range(count):
+                writer.append(np.ones(30, dtype=np.uint16), np.array([30]))
+    sources = {
+        "web": {"path": str(tmp_path / "web"), "epochs": 3},
+        "code": {"path": str(tmp_path / "code"), "epochs": 2},
+    }
+    tiny["data"] = {"sources": sources, "packing": "best_fit", "document_mask": True, "held_out_fraction": 0}
+    tiny["training"] |= {"steps": None, "evaluation": {"interval": 0}}
+    config, env = str(write_config(tmp_path / "c.yaml", tiny)), {"DS_ACCELERATOR": "cpu"}
+    assert "is not known yet" in command_line("data", "plan", config, env=env).stderr
+    assert command_line("data", "pack", config, env=env).returncode == 0
+    for words in (["data", "plan"], ["train", "--dry-run"]):
+        done = command_line(*words, config, env=env)
+        known = "2 epochs of code, 3 epochs of web are 29 samples, which are 8 steps of 4: set training.steps to 8"
+        assert done.returncode == 2 and f"a run needs a length: {known}" in done.stderr, done
+    assert command_line("data", "plan", config, "training.steps=8", env=env).returncode == 0
+
+
 @pytest.mark.parametrize("packing", ["best_fit", "concat"])
 def test_samples_without_a_target_are_counted_before_a_run_and_alone_are_refused(
     tiny: dict[str, Any], tmp_path: Path, packing: str, caplog: pytest.LogCaptureFixture
