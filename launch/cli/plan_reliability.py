@@ -40,9 +40,7 @@ MTTF = "Mean time to failure of one, in hours; inf: never."
 class ReliabilityOptions(JobOptions):
     """The numbers of GPUs, the failures of components, and checkpoints."""
 
-    gpus: str = Option(
-        "8,32,...,1024", help="Numbers of GPUs; `...` doubles up to the next number.", metavar="N,N,...,N"
-    )
+    gpus: str = Option("8,32,...,1024", help="Numbers of GPUs; `...` doubles up to the next one.", metavar="N,N,...,N")
     gpu_mttf_hours: float | None = Option(None, help=MTTF)
     nic_mttf_hours: float | None = Option(None, help=MTTF)
     psu_mttf_hours: float | None = Option(None, help=MTTF)
@@ -64,15 +62,11 @@ class ReliabilityOptions(JobOptions):
         "--background/--blocking",
         help="Whether training continues during a save; default: blocking, or as in CONFIG.",
     )
-    copy_gb_per_s: float = Option(
-        10.0, help="Copy speed from each GPU to its host, during which a background save blocks."
-    )
+    copy_gb_per_s: float = Option(10.0, help="Copy speed from each GPU to its host, while a background save blocks.")
     interval_minutes: float | None = Option(
         None, help="Minutes between saves; default: as in CONFIG, or `checkpoint.interval: auto`."
     )
-    communication_share: float | None = Option(
-        None, help="Share of a step, 0 to 1, in which GPUs wait for communication."
-    )
+    communication_share: float | None = Option(None, help="Share of a step, 0 to 1, that GPUs wait for communication.")
     by: str | None = Option(
         None,
         metavar="YYYY-MM-DD",
@@ -130,7 +124,9 @@ def _asked(options: ReliabilityOptions, config: Config | None) -> tuple[Reliabil
     minutes, writers = options.interval_minutes, options.writers
     if writers not in (PER_NODE, PER_GPU) and not (writers.isdecimal() and int(writers) > 0):
         raise LaunchError(f"--writers {writers}: must be {PER_NODE}, {PER_GPU}, or a number from 1 up")
-    waits = not (config is not None and config.checkpoint.background)
+    is_in_background = options.background
+    if is_in_background is None:
+        is_in_background = config is not None and config.checkpoint.background
     job = Reliability(
         rate_per_1000_node_days=rate,
         parameters=size,
@@ -141,7 +137,7 @@ def _asked(options: ReliabilityOptions, config: Config | None) -> tuple[Reliabil
             writers=int(writers) if writers.isdecimal() else writers,
             writer_bytes_per_s=options.writer_gb_per_s * 1e9,
             storage_bytes_per_s=None if options.storage_gb_per_s == math.inf else options.storage_gb_per_s * 1e9,
-            background=not waits if options.background is None else options.background,
+            background=is_in_background,
             copy_bytes_per_s=options.copy_gb_per_s * 1e9,
         ),
         detection_s=60 * options.detection_minutes,
@@ -151,18 +147,12 @@ def _asked(options: ReliabilityOptions, config: Config | None) -> tuple[Reliabil
     )
     is_counted = config is not None and options.accelerator is not None
     interval = f"checkpoint.interval {config.checkpoint.interval if config is not None and is_counted else 'auto'}"
-    answer = ReliabilityAnswer(
-        job,
-        rate_source,
-        components,
-        size_source,
-        _communication_source(options, config),
-        interval if minutes is None else "as given",
-        options.price_per_accelerator_hour,
-        tuple(_unused_hours(config, rate_source)),
-        options.by,
-    )
-    return answer, counts
+    sources = rate_source, components, size_source, _communication_source(options, config)
+    remarks = tuple(_unused_hours(config, rate_source))
+    price = options.price_per_accelerator_hour
+    return ReliabilityAnswer(
+        job, *sources, interval if minutes is None else "as given", price, remarks, options.by
+    ), counts
 
 
 def _counts(options: ReliabilityOptions, config: Config | None) -> list[int]:

@@ -33,9 +33,7 @@ class ScheduleOptions(CommandOptions):
     forward_ms: str = Option(
         "1", help="Forward time of a micro-batch on a stage, or one number for each stage.", metavar="MS[,MS...]"
     )
-    backward_ms: str = Option(
-        "2", help="Backward time of a micro-batch, both gradients together.", metavar="MS[,MS...]"
-    )
+    backward_ms: str = Option("2", help="Backward time of a micro-batch, of both gradients.", metavar="MS[,MS...]")
     weight_gradient_ms: str | None = Option(
         None, help="Share of it that a split backward postpones; default half.", metavar="MS[,MS...]"
     )

@@ -4,7 +4,7 @@ stragglers. No torch here."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from typer import Option
 
@@ -120,23 +120,18 @@ def _job(options: SimulateOptions, config: Config | None) -> tuple[SimulatedJob,
         interval_s = _interval_s(options.interval or "auto", save, nodes, rate)
     if days is None:
         days = DEFAULT_DAYS if planned is None else planned.run.days
+    # what options and the job call by the same name
+    same = {one.name: getattr(options, one.name) for one in fields(SimulatedJob) if hasattr(options, one.name)}
     run = SimulatedJob(
+        **same | {"rate_per_1000_node_days": rate},
         nodes=nodes,
         duration_s=DAY_S * days,
         interval_s=interval_s,
         save=save,
-        rate_per_1000_node_days=rate,
         detection_s=down_s[0],
-        hang_share=options.hang_share,
         hang_timeout_s=60 * options.hang_timeout_minutes,
         restart_s=down_s[1],
-        lost_node_share=options.lost_node_share,
-        spare_nodes=options.spare_nodes,
         repair_s=3600 * (REPAIR_HOURS if options.repair_hours is None else options.repair_hours),
-        infant_mortality_shape=options.infant_mortality_shape,
-        slow_node_share=options.slow_node_share,
-        slow_node_slowdown=options.slow_node_slowdown,
-        step_jitter=options.step_jitter,
     )
     return run, _remarks(options, planned)
 

@@ -36,19 +36,6 @@ class NothingFits(LaunchError):
 
 
 @dataclass(frozen=True)
-class SizedStep:
-    """A layout on a number of GPUs, and its predicted step."""
-
-    job: TrainingWorkload
-    time: StepTime
-
-    @property
-    def communication_share(self) -> float:
-        """The share of the step in which GPUs wait for communication."""
-        return sum(self.time.parts[part] for part in COMMUNICATION) / self.time.seconds
-
-
-@dataclass(frozen=True)
 class SizedRun:
     """A job on a number of GPUs, and the length of its run."""
 
@@ -148,10 +135,10 @@ def counts_by(config: Config, accelerator: str, gpus_per_node: int, seconds: flo
 
 
 def _predicted_run(config: Config, accelerator: str, gpus: int, job: Reliability, is_length_wanted: bool) -> SizedRun:
-    step = step_on(config, accelerator, gpus, job.gpus_per_node)
-    length = run_length(config, step.time.seconds, gpus, global_batch_size=step.job.global_batch_size)
+    workload, time = step_on(config, accelerator, gpus, job.gpus_per_node)
+    length = run_length(config, time.seconds, gpus, global_batch_size=workload.global_batch_size)
     interval_s = stated_interval_s(config, length) if job.interval_s is None else job.interval_s
-    sized = replace(job, communication_share=step.communication_share, interval_s=interval_s)
+    sized = replace(job, communication_share=communication_share(time), interval_s=interval_s)
     scale = at_scale(sized, gpus)
     if not is_length_wanted:
         return SizedRun(scale, job.days)
@@ -161,10 +148,15 @@ def _predicted_run(config: Config, accelerator: str, gpus: int, job: Reliability
             f"on {gpus:,} GPUs the run is never done: they fail every {duration(scale.mtbf_hours * 3600)}, and a "
             f"checkpoint comes every {duration(scale.interval_s)} of training: save more often, or give --days"
         )
-    return SizedRun(at_scale(replace(sized, days=length.days), gpus), length.days, length, str(step.job.layout))
+    return SizedRun(at_scale(replace(sized, days=length.days), gpus), length.days, length, str(workload.layout))
 
 
-def step_on(config: Config, accelerator: str, gpus: int, gpus_per_node: int) -> SizedStep:
+def communication_share(time: StepTime) -> float:
+    """Returns the share of a step in which GPUs wait for communication."""
+    return sum(time.parts[part] for part in COMMUNICATION) / time.seconds
+
+
+def step_on(config: Config, accelerator: str, gpus: int, gpus_per_node: int) -> tuple[TrainingWorkload, StepTime]:
     """Predicts a step on so many GPUs.
 
     In a stated layout each replica keeps the samples that the config gives it; where `parallel.data_parallel_size` is
@@ -176,9 +168,9 @@ def step_on(config: Config, accelerator: str, gpus: int, gpus_per_node: int) -> 
         result = search(config, cluster, free=config.unresolved_options)
         if result.best is None:
             raise NothingFits(why_nothing_fits(config, result, config.unresolved_options))
-        return SizedStep(result.best.job, result.best.time)
+        return result.best.job, result.best.time
     job = job_on(config, gpus)
-    return SizedStep(job, step_time(job, cluster))
+    return job, step_time(job, cluster)
 
 
 def job_on(config: Config, gpus: int) -> TrainingWorkload:

@@ -19,7 +19,7 @@ from launch import output
 from launch.cli.plan import plan_app
 from launch.cli.plan_reliability import parse_gpus
 from launch.errors import LaunchError
-from launch.planning.prediction_by_size import COMMUNICATION, job_on, step_on
+from launch.planning.prediction_by_size import COMMUNICATION, communication_share, job_on, step_on
 from launch.prediction.cluster import nodes_of
 from launch.trainer.start.run_config import load_run_config
 from megalite.config import ConfigError
@@ -172,7 +172,7 @@ def test_communication_is_predicted_for_a_config(tiny: dict[str, Any], tmp_path:
     config = load_run_config(path)
 
     def share(gpus: int) -> float:
-        return step_on(config, "H100", gpus, 8).communication_share
+        return communication_share(step_on(config, "H100", gpus, 8)[1])
 
     assert 0 < share(8) < share(512) < 1 and len(COMMUNICATION) == 3
     found = answer(str(path), "--accelerator", "H100", "--gpus", "8,512", "--days", "30")
