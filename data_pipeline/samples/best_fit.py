@@ -39,6 +39,7 @@ class BestFitSamples(CorpusSamples):
                     split,
                     self.held_out_fraction,
                     corpus.has_loss_mask and self.too_long == "skip",
+                    self.plan_cache,
                 )
             )
             for corpus, content in zip(self._corpora, self._contents, strict=True)

@@ -180,10 +180,11 @@ class CorpusSamples:
         *,
         vocab_limit: int | None = None,  # of the model: larger ids are refused
         too_long: TooLong = "refuse",
+        plan_cache: Path | None = None,  # as in `PackingRequest`
     ) -> None:
         check_arguments(prefixes, sequence_length, split, held_out_fraction)
         self.sequence_length, self.seed, self.split = sequence_length, seed, split
-        self.held_out_fraction, self.too_long = held_out_fraction, too_long
+        self.held_out_fraction, self.too_long, self.plan_cache = held_out_fraction, too_long, plan_cache
         self._corpora = [IndexedTokens(prefix) for prefix in prefixes]
         metas = [matching_meta(corpus) for corpus in self._corpora]
         self.vocab_size, self.eos_token_id = common_vocabulary(self._corpora, metas)

@@ -21,6 +21,7 @@ bins take whole groups of equal pieces at once: O(n log n) for the sorting, O(S 
 import hashlib
 import io
 import json
+import os
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_pipeline.errors import DataError
+from data_pipeline.ownership import only_we_write
 from data_pipeline.samples.stream import Split, is_held_out
 from data_pipeline.storage.files import StoredFile, with_ending, write_atomically
 from data_pipeline.storage.indexed import IndexedTokens
@@ -52,13 +54,23 @@ class PackingRequest:
     split: Split
     held_out_fraction: float
     leaves_out_longer: bool = False  # documents that are longer than a bin are left out, not cut
+    cache: Path | None = None  # where plans of corpora lie whose folders this user may not write
 
     @property
     def path(self) -> Path:
-        return with_ending(
-            self.corpus.prefix,
-            plan_ending(self.sequence_length, self.split, self.held_out_fraction, self.leaves_out_longer),
-        )
+        """The plan's file: beside the tokens, or in `cache` if one lies there that nobody else can have written."""
+        own, options = self.path_in_cache, (self.sequence_length, self.split, self.held_out_fraction)
+        if own is not None and own.is_file() and only_we_write(own.parent) and only_we_write(own):
+            return own
+        return with_ending(self.corpus.prefix, plan_ending(*options, self.leaves_out_longer))
+
+    @property
+    def path_in_cache(self) -> Path | None:
+        """The file in `cache`, named after the corpus and everything that the plan depends on."""
+        if self.cache is None:
+            return None
+        name = f"{self.corpus.prefix.name}-{self.identity.tobytes().hex()[:32]}.npy"
+        return self.cache / f"packing-{os.geteuid()}" / name
 
     @property
     def identity(self) -> NDArray[np.int64]:
@@ -134,8 +146,11 @@ class PackingPlan:
         return words
 
 
-def write_plan(request: PackingRequest) -> PackingPlan:
-    """Computes the plan of `request` and writes its file whole, or not at all; takes about 80 bytes per piece."""
+def write_plan(request: PackingRequest, path: Path | None = None) -> PackingPlan:
+    """Computes the plan of `request` and writes its file whole, or not at all; takes about 80 bytes per piece.
+
+    `path` is that of the request, if none is given.
+    """
     corpus, capacity = request.corpus, request.sequence_length + 1
     if capacity > _LONGEST_PIECE or corpus.token_count > _MOST_TOKENS:
         raise DataError(
@@ -148,7 +163,7 @@ def write_plan(request: PackingRequest) -> PackingPlan:
     header = np.array([*request.identity.tolist(), len(edges) - 1, token_count, sizes.sum(), longer], dtype=np.int64)
     content = io.BytesIO()
     np.save(content, np.concatenate([header, (starts << _LENGTH_BITS | sizes)[order], edges]))
-    write_atomically(request.path, content.getvalue())
+    write_atomically(path or request.path, content.getvalue())
     return PackingPlan(request)
 
 

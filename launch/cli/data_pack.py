@@ -19,9 +19,9 @@ log = get_logger(__name__)
 def pack(config_path: ConfigPath, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Compute which documents share a sample, for a run with `data.packing: best_fit`.
 
-    The plan of each split is written beside the token files, and computed again only where they, the sequence length or
-    the held-out fraction have changed. Ranks read of it what their samples need. Samples without any token that carries
-    loss are counted, and refused if there are no others.
+    The plan of each split is written beside the token files, or into data.cache where these may not be written, and
+    computed again only where they, the sequence length or the held-out fraction have changed. Ranks read of it what
+    their samples need. Samples without any token that carries loss are counted, and refused if there are no others.
 
     Example: `megalite data pack configs/quickstart.yaml data.packing=best_fit data.document_mask=true`
     """

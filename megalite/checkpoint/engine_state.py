@@ -139,6 +139,11 @@ def load_engine(engine: Engine, reader: WeightReader, *, weights_only: bool) -> 
             def fill(numbers: Tensor, kind: str = kind, pieces: list[RangePiece] = pieces) -> None:
                 for piece in pieces:
                     reader.fill(piece.of(numbers), piece.name, piece.source, kind)
+                    if weights_only and not bool(piece.of(numbers).isfinite().all()):
+                        raise CheckpointError(
+                            f"{reader.folder}: {piece.name} holds NaN or infinite numbers, from which no step can "
+                            "begin: give intact weights as training.initialize_from"
+                        )
 
             write_own_numbers(parameter, kind, fill)
         engine.activity.progress()

@@ -109,7 +109,8 @@ class DataConfig(Section):
     """Conversations longer than a sample: an error, left out, or cut, as packing `concat` needs; other text is cut."""
 
     cache: Path | None = Field(default=None, examples=["/scratch/megalite"])
-    """Folder of each host for copies of the data at URLs. Left out: `megalite/data` in `$XDG_CACHE_HOME`."""
+    """Folder of each host for copies of the data at URLs (left out: `megalite/data` in `$XDG_CACHE_HOME`), and, if
+    it is set, for plans of packing that may not be written beside the tokens."""
 
     @property
     def prefixes(self) -> list[str]:

@@ -16,6 +16,7 @@ from data_pipeline.samples.mix import MixedSamples
 from data_pipeline.samples.staged import CutSamples
 from data_pipeline.storage.indexed import IndexedTokens
 from data_pipeline.storage.meta import CorpusMeta, read_meta
+from launch.trainer.data.packing import plan_cache
 from launch.trainer.data.run_mix import FollowedMix, check_epochs, mixed, notices_of
 from launch.trainer.loss_targets import notice_of_evaluation, notices_of_targets
 from megalite.checkpoint.manifest import step_folders
@@ -163,6 +164,7 @@ def _open(config: Config, prefixes: Sequence[str], held_out_fraction: float, len
         held_out_fraction,
         vocab_limit=config.model.vocab_size,
         too_long=config.data.too_long,
+        plan_cache=plan_cache(config.data),
     )
 
 

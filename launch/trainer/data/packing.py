@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data_pipeline.errors import DataError
+from data_pipeline.ownership import make_folder, only_we_write
 from data_pipeline.samples.opening import content_digests, matching_meta
 from data_pipeline.samples.packing_plan import PackingPlan, PackingRequest, write_plan
 from data_pipeline.samples.stream import Split
+from data_pipeline.storage.files import user_path
 from data_pipeline.storage.indexed import IndexedTokens
+from data_pipeline.storage.token_cache import may_write
 from launch.errors import LaunchError
 from megalite.config import Config
 from megalite.config.data import DataConfig
@@ -45,7 +48,13 @@ def pack_data(config: Config, describe: Callable[[str], None]) -> list[PackedSpl
         for split, fraction in packed_splits(prefix, config.data):
             describe(f"packing the {split} split of {prefix}, {len(corpus):,} documents")
             request = PackingRequest(
-                corpus, index_sha256, config.training.sequence_length, split, fraction, leaves_out_longer
+                corpus,
+                index_sha256,
+                config.training.sequence_length,
+                split,
+                fraction,
+                leaves_out_longer,
+                plan_cache(config.data),
             )
             packed.append(_packed_split(request))
     return packed
@@ -63,11 +72,32 @@ def packed_splits(prefix: str, data: DataConfig) -> list[tuple[Split, float]]:
     return list(dict.fromkeys(splits))
 
 
+def plan_cache(data: DataConfig) -> Path | None:
+    """Returns the folder for plans of corpora in folders that may not be written: `data.cache`, if it is set."""
+    return None if data.cache is None else user_path(str(data.cache)).absolute()
+
+
+def _path_to_write(request: PackingRequest) -> Path:
+    """Returns the file for a new plan, beside the tokens where that may be. Raises LaunchError if there is no place."""
+    folder, own = request.corpus.prefix.absolute().parent, request.path_in_cache
+    if may_write(folder):
+        return request.path
+    if own is None:
+        raise LaunchError(
+            f"the plan of {request.corpus.prefix} cannot be written beside it, {folder} is not writable: set "
+            "data.cache to a folder of yours, where the plan is kept and looked for then"
+        )
+    make_folder(own.parent, 0o755)
+    if not only_we_write(own.parent):
+        raise LaunchError(f"others can write {own.parent}, where plans of yours would lie: choose another data.cache")
+    return own
+
+
 def _packed_split(request: PackingRequest) -> PackedSplit:
     try:
         plan, is_reused = PackingPlan(request), True
     except DataError:  # missing, damaged, or of an older index: all are mended by a new one
-        plan, is_reused = write_plan(request), False
+        plan, is_reused = write_plan(request, _path_to_write(request)), False
     slots = plan.bin_count * (request.sequence_length + 1)
     return PackedSplit(
         prefix=request.corpus.prefix,

@@ -51,6 +51,32 @@ def test_plans_are_written_once_and_a_run_wants_them(
     assert code == 2 and "data.packing is concat, which needs no plan" in err
 
 
+def test_the_plan_of_a_folder_that_may_not_be_written_lies_in_the_cache(
+    tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shared data that only its owner may write could not be packed. Plans that others can write are not read."""
+    (tmp_path / "shared").mkdir()
+    with IndexedWriter(tmp_path / "shared" / "web", np.uint16) as writer:
+        for _ in range(40):
+            writer.append(np.ones(30, dtype=np.uint16), np.array([30]))
+    tiny["data"] = {
+        "path": str(tmp_path / "shared" / "web"), "packing": "best_fit", "document_mask": True, "held_out_fraction": 0
+    }  # fmt: skip
+    tiny["training"]["evaluation"] = {"interval": 0}
+    config, env = str(write_config(tmp_path / "c.yaml", tiny)), {"DS_ACCELERATOR": "cpu"}
+    monkeypatch.setattr("launch.trainer.data.packing.may_write", lambda folder: False)
+    assert "set data.cache to a folder of yours" in command_line("data", "pack", config, env=env).stderr
+    cached = f"data.cache={tmp_path / 'cache'}"
+    for is_reused in (False, True):
+        done = command_line("data", "pack", config, cached, "--json", env=env)
+        assert [one["is_reused"] for one in json.loads(done.stdout)] == [is_reused], done
+    (plan,) = (tmp_path / "cache").glob("*/*.npy")
+    assert not list((tmp_path / "shared").glob("*.npy"))
+    assert command_line("train", config, cached, "--dry-run", env=env).returncode == 0
+    plan.chmod(0o666)
+    assert "has no plan of best-fit packing" in command_line("train", config, cached, "--dry-run", env=env).stderr
+
+
 def test_the_epochs_of_a_run_without_a_length_are_said_in_steps(tiny: dict[str, Any], tmp_path: Path) -> None:
     """`data plan` was to say how many steps epochs come to, and asked for the number; so did packing, without need."""
     for name, count in (("web", 7), ("code", 4)):
