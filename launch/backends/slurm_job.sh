@@ -78,6 +78,7 @@ attempt() {
     exit "$code"
 }
 export run_dir first_code distribution
+export SLURM_KILL_BAD_EXIT=1  # so that ranks know, too, that srun ends them all when one fails
 export -f about_job state_in start_ranks attempt
 
 #: requeue
