@@ -31,7 +31,7 @@ settings.register_profile("exhaustive", deadline=None, max_examples=200)
 TIMEOUT_S = {"unit": 120, "performance": 300, "ranks": 300, "e2e": 300, "cluster": 300}
 """Longest time of one test by tier, on a machine that other work keeps busy."""
 
-BUDGET_S = {"unit": 2200, "performance": 400, "ranks": 4200, "e2e": 3600, "cluster": 3000}
+BUDGET_S = {"unit": 1400, "performance": 120, "ranks": 2800, "e2e": 1800, "cluster": 3000}
 """Sum of the times of a tier's tests, over all workers, beyond which a run fails: some third more than they take where
 three workers share two cores and nobody else computes."""
 

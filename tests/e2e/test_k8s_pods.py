@@ -24,7 +24,7 @@ from tests.conftest import write_config
 from tests.helpers.k8s_command_line import command, from_yaml
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-STEPS = 300
+STEPS = 150
 PATIENCE_S = 200
 
 

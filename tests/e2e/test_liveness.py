@@ -133,10 +133,10 @@ def test_a_job_that_is_stopped_as_a_whole_goes_on(supervise: Callable[..., Super
         everybody = run.processes()
         for process in everybody:
             process.suspend()
-        time.sleep(2 * LIMIT_S)
+        time.sleep(1.5 * LIMIT_S)
         for process in everybody:
             process.resume()
-    time.sleep(1.5 * LIMIT_S)
+    time.sleep(1.25 * LIMIT_S)
     (tmp_path / "done").touch()
     assert run.end() == (0, [])
     assert len(attempts_of(tmp_path, 0)) == 1
@@ -148,7 +148,7 @@ def test_silence_0_means_that_nobody_listens(supervise: Callable[..., Supervised
     pids, name = wait_for_ranks(tmp_path)
     wait_until(lambda: len(read_beats(tmp_path, name)) == 2)
     os.kill(pids[1], signal.SIGSTOP)
-    time.sleep(2 * LIMIT_S)
+    time.sleep(1.5 * LIMIT_S)
     os.kill(pids[1], signal.SIGCONT)
     (tmp_path / "done").touch()
     assert run.end() == (0, [])

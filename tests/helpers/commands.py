@@ -18,17 +18,21 @@ BIN = Path(sys.executable).parent
 
 
 def run(
-    *words: str | Path, timeout_s: float = 280, cwd: Path = ROOT, **environment: str
+    *words: str | Path, timeout_s: float = 280, cwd: Path = ROOT, **environment: str | None
 ) -> subprocess.CompletedProcess[str]:
-    """A command to its end, on the CPU."""
-    env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | {"DS_ACCELERATOR": "cpu"}
+    """A command to its end, on the CPU; a variable that is None is not set.
+
+    It has one thread, as all tests (tests/conftest.py): a rank that is alone would have as many as there are cores,
+    which spin (launch/runtime/local_ranks.py) on those that other tests want. One of 60 tiny steps took 52 s of them.
+    """
+    wanted = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", **environment}
     return subprocess.run(
         [str(word) for word in words],
         capture_output=True,
         text=True,
         timeout=timeout_s,
         check=False,
-        env=env | environment,
+        env={name: value for name, value in wanted.items() if value is not None},
         cwd=cwd,
     )
 

@@ -20,10 +20,10 @@ def test_tiers_are_mixed_and_the_longest_files_of_each_come_first() -> None:
     files = {"tests/e2e/a.py": 1, "tests/e2e/b.py": 3, "tests/unit/c.py": 10, "tests/unit/d.py": 30}
     tests = [f"{file}::test_{index}" for file, count in files.items() for index in range(count)]
     first = {"tests/e2e/b.py": 0.0, "tests/unit/d.py": 0.0}
-    last = {"tests/e2e/a.py": 0.75, "tests/unit/c.py": 0.75}
+    last = {"tests/e2e/a.py": 0.8 * 0.75, "tests/unit/c.py": 0.75}
     assert durations.order_of_files(tests, tier_of) == pytest.approx(first | last)
     durations.keep("e2e", {"tests/e2e/a.py::test_0": 45.0})  # as long as three of the guesses
-    assert durations.order_of_files(tests, tier_of)["tests/e2e/b.py"] == pytest.approx(0.75)
+    assert durations.order_of_files(tests, tier_of)["tests/e2e/b.py"] == pytest.approx(0.8 * 0.75)
 
 
 def test_a_run_of_some_files_keeps_the_times_of_the_others() -> None:

@@ -97,12 +97,6 @@ def verdicts(layout: ParityLayout, names: tuple[str, ...], dtype: Dtype = "fp32"
     return run(layout, {name: session_of_listed(name, dtype) for name in names})
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FIRST_OF_EACH)
-def test_one_process_computes_what_transformers_computes(name: str) -> None:
-    assert_passes(verdicts(ParityLayout(), tuple(FIRST_OF_EACH))[name])
-
-
 ROUNDED_ANEW = ("qwen3", "gemma2", "gemma3", "phi3-longrope", "olmo2", "gpt_neox", "gpt2", "qwen3_moe")
 
 
@@ -123,7 +117,8 @@ EVERY_NAME = tuple(model.name for model in HUB_MODELS)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FIRST_OF_EACH)
 def test_all_axes_together_compute_what_transformers_computes(name: str) -> None:
-    """One model of each family; `test_every_layout_...` has all models on all layouts."""
+    """One model of each family; `test_every_layout_...` has all models on all layouts. Those of one process are
+    compared in tests/unit/models/families/test_families.py."""
     assert_passes(verdicts(ALL_AT_ONCE, tuple(FIRST_OF_EACH))[name])
 
 

@@ -12,9 +12,10 @@ from typer.testing import CliRunner
 
 from launch.cli.app import app
 from launch.parity import verify as command
+from launch.parity.verify import ParityReport, Plan
 from tests.helpers import defects
 from tests.helpers.canaries import loaded_from, plant
-from tests.helpers.commands import BIN, ROOT, run
+from tests.helpers.commands import BIN, ROOT, command_line, run
 
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 SMALL = ["model.num_hidden_layers=2", "model.hidden_size=32", "model.intermediate_size=50", "model.vocab_size=131"]
@@ -22,6 +23,12 @@ SMALL = ["model.num_hidden_layers=2", "model.hidden_size=32", "model.intermediat
 
 def verify(*words: str, cwd: Path = ROOT) -> tuple[int, str, str]:
     done = run(BIN / "megalite", "verify", QUICKSTART, *SMALL, *words, cwd=cwd)
+    return done.returncode, done.stdout, done.stderr
+
+
+def verify_here(*words: str) -> tuple[int, str, str]:
+    """What starts no ranks, in this process."""
+    done = command_line("verify", str(QUICKSTART), *SMALL, *words)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -67,6 +74,14 @@ def test_a_dry_run_starts_nothing_and_needs_no_torch() -> None:
 def test_a_difference_is_exit_code_1_and_an_explanation(monkeypatch: pytest.MonkeyPatch) -> None:
     solve = partial(defects.planted, defects.row_parallel_without_all_reduce)
     monkeypatch.setattr(command, "Session", partial(command.Session, solve=solve))
+    reports: list[ParityReport] = []
+
+    def verified_once(plan: Plan) -> ParityReport:
+        reports[:] = reports or [verified(plan)]
+        return reports[0]
+
+    verified = command.verify
+    monkeypatch.setattr(command, "verify", verified_once)
     words = ["verify", str(QUICKSTART), *SMALL, "--layouts", "dp=2;tp=2,dp=2;tp=2,pp=2", "--seed", "5"]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 1, done.output
@@ -97,12 +112,12 @@ def test_a_difference_is_exit_code_1_and_an_explanation(monkeypatch: pytest.Monk
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )
 def test_a_mistake_is_one_sentence(words: list[str], said: str) -> None:
-    code, out, err = verify(*words)
+    code, out, err = verify_here(*words)
     assert code == 2 and not out, out + err
     assert said in err and len(err.strip().splitlines()) == 1, err
 
 
 def test_layouts_that_the_model_cannot_have_are_left_out_of_auto_and_said() -> None:
-    code, _, err = verify("--dry-run", "model.num_attention_heads=2", "model.num_key_value_heads=1")
+    code, _, err = verify_here("--dry-run", "model.num_attention_heads=2", "model.num_key_value_heads=1")
     assert code == 0
     assert "left out: tp=4,sequence_parallel: model.num_attention_heads 2 cannot be shared evenly" in err
