@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from launch.runtime.printing import open_closed_streams
 from megalite.checkpoint.small_files import write_small_file
 
 PAUSE_S = 0.02
@@ -102,11 +103,7 @@ def _open_nonblocking(descriptor: int) -> int:
 def outlive_readers() -> Console:
     """Replaces stdout and stderr for the rest of this process."""
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # libraries write to the descriptors themselves
-    for descriptor in (0, 1, 2):
-        try:
-            os.fstat(descriptor)
-        except OSError:  # closed: the next file opened, perhaps a checkpoint, would get the output
-            os.open(os.devnull, os.O_RDWR)
+    open_closed_streams()
     console = Console()
     for name, descriptor, encoding in (("stdout", 1, "utf-8"), ("stderr", 2, "utf-8")):
         stream = getattr(sys, name)

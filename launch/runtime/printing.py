@@ -8,6 +8,7 @@ and `print_result`, in log lines (`launch.runtime.logs`), tables and progress ba
 from __future__ import annotations
 
 import io
+import os
 import re
 import sys
 import traceback
@@ -23,8 +24,25 @@ def visible(text: str) -> str:
     return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
+def open_closed_streams() -> None:
+    """Opens the null device in the place of standard streams that this process was started without (`>&-`).
+
+    The next file that is opened, perhaps a checkpoint, would get the output otherwise.
+    """
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+            os.set_inheritable(descriptor, True)
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(descriptor, "w", encoding="utf-8", closefd=False))  # noqa: SIM115
+
+
 def escape_what_cannot_be_written() -> None:
     r"""Makes standard output and standard error write `\xf1` for a character that their encoding does not have."""
+    open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

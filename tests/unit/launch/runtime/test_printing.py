@@ -82,6 +82,17 @@ def test_what_an_encoding_lacks_is_shown_as_an_escape(monkeypatch: pytest.Monkey
     assert b"no la\\xf1g" in written["stderr"].buffer.getvalue()  # type: ignore[attr-defined]
 
 
+def test_commands_succeed_without_standard_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`megalite status RUN >&-` ended with a traceback and 1, where all had been done."""
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    escape_what_cannot_be_written()
+    for name in WAYS:
+        WAYS[name]()
+    print_result("result", flush=True)
+    assert sys.stdout is not None and sys.stdout.fileno() == 1
+
+
 def test_progress_shows_it_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("launch.output.SILENCE_S", 0.01)
     said, limit = "", time.monotonic() + 10
