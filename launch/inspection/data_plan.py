@@ -83,6 +83,8 @@ def data_of(config: Config, checkpoints: Path) -> PositionedData:
         )
     if own is None:
         return PositionedData(config, as_mix(training), NEW_RUN, None, places)
+    for reason in skipped:
+        log.warning(f"passed over: {reason}; taking {own} instead")
     manifest = read_manifest(own)
     followed = FollowedMix.of(manifest.state)
     check_past_batches(manifest, config, own, "choose another run_dir")

@@ -14,7 +14,7 @@ from launch.checkpoints.summary import sizes_text
 from launch.inspection.files import Facts, RunFiles, known, listed, number, seconds_between, time_of
 from launch.inspection.state import ENDINGS, RunState, Traces, is_alive, judge
 from launch.supervision.supervisor import LOG, announced_restart
-from megalite.checkpoint.manifest import STEP, find_latest, step_of
+from megalite.checkpoint.manifest import STEP, find_latest, step_folders, step_of
 from megalite.config import Config
 from megalite.config.sections import WatchdogConfig
 from megalite.monitor.events import EVENTS
@@ -100,7 +100,8 @@ def read_status(run_dir: Path) -> RunStatus:
         left_s = seconds_left(left, steps_s)
     problems = list(files.problems)
     try:
-        newest, _ = find_latest(run_dir / CHECKPOINTS)
+        newest, passed_over = find_latest(run_dir / CHECKPOINTS)
+        problems += passed_over if step_folders(run_dir / CHECKPOINTS) else []
         checkpoint = step_of(newest.name) if newest is not None and STEP.fullmatch(newest.name) else None
     except OSError as error:  # the rest of the run is told all the same
         problems.append(f"{run_dir / CHECKPOINTS} cannot be read: {error.strerror or error}")

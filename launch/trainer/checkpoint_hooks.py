@@ -155,7 +155,7 @@ class Exporter:
         if code == 0:
             self._exported(folder, summary, time.monotonic() - started)
         elif self._is_cancelled:
-            self._run_log.log_notice(f"{folder} is not made, the run ends before: the next one makes it")
+            self._run_log.log_warning(f"{folder} is not made, the run ends before: the next one makes it")
         elif not checkpoint.exists():
             self._failed(checkpoint, "the checkpoint was deleted before, exports take longer than saves")
         else:
@@ -213,7 +213,7 @@ class Exporter:
         self._run_log.event("export_failed", folder=str(folder), reason=why)
         goes_on = "" if self._is_closing else ", training goes on"
         by_hand = f"; by hand: megalite export {checkpoint} {folder}" if checkpoint.exists() else ""
-        self._run_log.log_notice(f"{folder} is NOT made{goes_on}: {why}{by_hand}")
+        self._run_log.log_warning(f"{folder} is NOT made{goes_on}: {why}{by_hand}")
 
 
 class CheckpointHooks:
@@ -246,7 +246,7 @@ class CheckpointHooks:
             self.exporter.close(is_done=is_done, at_most_s=at_most_s)
         say = self._run_logger.log_notice
         if self.mirror is not None and (missing := wait_for_mirror(self.mirror, self._config, say, deadline)):
-            say(missing)
+            self._run_logger.log_warning(missing)
 
 
 def open_mirror(url: str, options: CheckpointConfig, notify: Callable[[str, str, dict[str, Any]], None]) -> Mirror:

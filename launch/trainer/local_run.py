@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import sys
@@ -28,6 +29,7 @@ from launch.trainer.run_summary import (
     print_lines,
     run_facts,
     summary_lines,
+    warn_of_passed_over,
     warning_of_long_step,
     warning_of_room,
     warning_of_warmup,
@@ -102,6 +104,7 @@ def finish_if_complete(position: RunPosition) -> bool:
                 verify_digest(start.checkpoint / name, recorded)
         except (CheckpointError, OSError):
             return False  # the ranks look for an older checkpoint that is intact
+    warn_of_passed_over(start)
     end = f"of {start.step}" if start.step == config.total_steps else f"and the run ends at step {config.total_steps}"
     log.info(f"{start.checkpoint} is at step {start.step} {end}: nothing left to train")
     with suppress(LaunchError, CheckpointError), lock_run_folder(config, shared=True):  # checked by `find_position`
@@ -133,7 +136,7 @@ def _mirror_if_missing(config: Config, url: str, checkpoint: Path) -> None:
     events = EventLog(config.run_dir / EVENTS)
 
     def tell(event: str, sentence: str, facts: dict[str, Any]) -> None:
-        log.info(sentence)
+        log.log(logging.WARNING if event == "mirror_failed" else logging.INFO, sentence)
         events.write(event, **facts)
 
     with lock_run_folder(config, shared=True):  # checked by `find_position`
@@ -165,6 +168,7 @@ def print_dry_run(config: Config, flags: StartFlags = NO_FLAGS, *, full: bool = 
 
         print_result(run.config.to_yaml())
         layout_table(layout_rows(run.config, layout), layout).print()
+    warn_of_passed_over(position.start)
     print_lines([*summary_lines(facts), *prediction_lines(facts, predicted)])
     for notice in (*run.notices, *layout.notices, *position.data.notices, *position.start.notices):
         log.info(notice)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -41,7 +42,7 @@ class RunLogger(Observer):
         """`others` are told first, and on ranks above 0 alone."""
         self._others, self._setup, self._config, self.prediction = others, setup, setup.config, prediction
         self._is_rank_zero = setup.rank.rank == 0
-        self._nonfatal = Nonfatal(self.log_notice if self._is_rank_zero else log.warning)
+        self._nonfatal = Nonfatal(self.log_warning if self._is_rank_zero else log.warning)
         self._events = EventLog(self._config.run_dir / EVENTS)
         self._observers: list[Observer] = list(others)
         self._length_is_told = False
@@ -75,6 +76,8 @@ class RunLogger(Observer):
         missing = without_record_in_words(self._goodput.without_record)
         for notice in (*setup.layout.notices, *setup.data.notices, *setup.start.notices, *missing):
             self.log_notice(notice)
+        for reason in setup.start.passed_over:
+            self.event("passed_over", step=first_step, reason=reason)
         if setup.start.changes:
             self.event("config_changed", step=first_step, changes=[asdict(change) for change in setup.start.changes])
         self.on_start()
@@ -121,7 +124,7 @@ class RunLogger(Observer):
         self._write_last_receipt()  # before the plot is drawn, seconds in which the process may be killed
         self.close()
         if (failures := self._nonfatal.sentence()) != "":
-            self.log_notice(failures)
+            self.log_warning(failures)
             self._write_last_receipt()
 
     def _write_last_receipt(self) -> None:
@@ -167,7 +170,7 @@ class RunLogger(Observer):
 
     def on_intervention(self, facts: dict[str, Any], sentence: str) -> None:
         self.event("intervened", **facts)
-        self.log_notice(sentence)
+        self.log_warning(sentence)
         self._for_each(lambda observer: observer.on_intervention(facts, sentence))
 
     def on_checkpoint(self, saved: Saved, if_failed: str) -> None:
@@ -176,7 +179,7 @@ class RunLogger(Observer):
         if saved.failure is not None:
             self.event("save_failed", **facts, reason=saved.failure)
             if if_failed:
-                self.log_notice(f"step {saved.step} is not saved, {if_failed}: {saved.failure}")
+                self.log_warning(f"step {saved.step} is not saved, {if_failed}: {saved.failure}")
             return
         if self._is_rank_zero:
             self.event("saved", **facts, bytes=saved.bytes, **self._goodput.account(saved.step))
@@ -191,6 +194,12 @@ class RunLogger(Observer):
             with self._nonfatal("the console"):
                 log.info(sentence)
 
+    def log_warning(self, sentence: str) -> None:
+        """Logs a line on the console about what was lost, or may be; also with --quiet."""
+        if self._is_rank_zero:
+            with contextlib.suppress(Exception):  # its failure would be reported here
+                log.warning(sentence)
+
     def event(self, name: str, **facts: Any) -> None:
         """Appends a line to events.jsonl."""
         if self._is_rank_zero:
@@ -200,7 +209,7 @@ class RunLogger(Observer):
     def log_upload(self, event: str, sentence: str, facts: dict[str, Any]) -> None:
         """Logs the result of an upload to the mirror."""
         self.event(event, **facts)
-        self.log_notice(sentence)
+        (self.log_warning if event == "mirror_failed" else self.log_notice)(sentence)
 
     def log_prediction_error(self, memory: Sequence[RankMemory | None]) -> None:
         """Logs the prediction beside what the run needed; `memory` has one entry per rank, or none."""

@@ -85,10 +85,17 @@ def run_facts(config: Config, layout: ResolvedLayout, data: RunData, start: Star
 def tell_start(setup: RunSetup, devices: str, memory_warning: str | None) -> None:
     """Logs the summary of a run that starts; call it on rank 0."""
     facts = run_facts(setup.config, setup.layout, setup.data, setup.start, devices)
+    warn_of_passed_over(setup.start)
     for label, text in summary_lines(facts):
         log.info(f"{label}: {text}")
     for warning in filter(None, (memory_warning, warning_of_room(setup.config), warning_of_warmup(setup.config))):
         log.warning(warning)
+
+
+def warn_of_passed_over(start: Start) -> None:
+    """Warns of each newer checkpoint that cannot be used: its steps are lost."""
+    for reason in start.passed_over:
+        log.warning(f"passed over: {reason}; the run starts from {start.checkpoint}")
 
 
 def prediction_facts(facts: Facts, prediction: Prediction, memory: MemoryForecast | None) -> Facts:

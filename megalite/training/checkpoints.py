@@ -33,6 +33,9 @@ class RunLog(Protocol):
     def log_notice(self, sentence: str) -> None:
         """Logs a line on the console."""
 
+    def log_warning(self, sentence: str) -> None:
+        """Logs a line about what was lost, or may be."""
+
     def event(self, name: str, **facts: Any) -> None:
         """Appends a line to events.jsonl."""
 
@@ -157,7 +160,9 @@ class Checkpoints:
         """
         self._wait()
         self._engine.activity.begin_phase(Phase.LOADING)
-        folder, _ = newest_intact(self._root, state.step, self._engine.activity.progress)
+        folder, skipped = newest_intact(self._root, state.step, self._engine.activity.progress)
+        for reason in skipped:
+            self._run_log.log_warning(f"passed over: {reason}")
         if folder is None:
             self._run_log.log_notice("there is no checkpoint to go back to yet: the step is skipped")
             return None

@@ -82,7 +82,9 @@ def test_the_one_before_is_taken(
     said = [line.partition("] ")[2] or line for line in train(tmp_path / "session", config).splitlines()]
     passed_over = [line for line in said if "passed over" in line]
     if reason:
-        assert len(passed_over) == 1 and passed_over[0].startswith(f"megalite: passed over: {root}/{reason}"), said
+        assert len(passed_over) == 1 and passed_over[0].startswith(
+            f"megalite: warning: passed over: {root}/{reason}"
+        ), said
     else:
         assert not passed_over
     assert f", resumes from step 6 of 8 ({root}/step_00000006)" in "\n".join(said)
@@ -101,7 +103,8 @@ def test_all_that_are_damaged_are_named_and_the_last_good_one_is_taken(
     assert not (root / "step_00000004").exists()
     said = [line.partition("] ")[2] or line for line in train(tmp_path / "session", config).splitlines()]
     assert [line for line in said if "passed over" in line] == [
-        f"megalite: passed over: {root}/step_{step:08d}: {FILE} has changed since it was written: its digest differs"
+        f"megalite: warning: passed over: {root}/step_{step:08d}: {FILE} has changed since it was written: "
+        f"its digest differs; the run starts from {root}/step_00000002"
         for step in (8, 6, 4)
     ]
     assert f", resumes from step 2 of 8 ({root}/step_00000002)" in "\n".join(said)

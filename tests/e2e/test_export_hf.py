@@ -46,6 +46,8 @@ class Ears:
     def log_notice(self, sentence: str) -> None:
         self.said.append(sentence)
 
+    log_warning = log_notice
+
     def event(self, name: str, **facts: Any) -> None:
         self.events.append({"event": name, **facts})
 

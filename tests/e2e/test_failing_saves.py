@@ -64,7 +64,7 @@ def disk() -> Iterator[Disk]:
 
 def told(said: str, step: int) -> str:
     """What the run has said of a save that failed."""
-    (line,) = (line for line in said.splitlines() if f" megalite: step {step} is not saved" in line)
+    (line,) = (line for line in said.splitlines() if f" megalite: warning: step {step} is not saved" in line)
     return line
 
 
@@ -130,7 +130,7 @@ def fails_to_save(config: dict[str, Any], folder: Path, why: str) -> set[int]:
         then = "it is tried once more" if event["step"] == STEPS else "training goes on"
         assert why in event["reason"], event
         if event is not failed[-1]:  # which ends the run
-            assert said.count(f"megalite: step {event['step']} is not saved, {then}: {event['reason']}\n") == 1
+            assert said.count(f"megalite: warning: step {event['step']} is not saved, {then}: {event['reason']}\n") == 1
     last = said.splitlines()[-1]
     assert last.endswith(
         f" megalite: error: not saved: the state of step {STEPS} could not be saved: {failed[-1]['reason']}"

@@ -45,6 +45,9 @@ class KeptLog(Observer):
     def log_notice(self, sentence: str) -> None:
         """Sentences of saves are looked at elsewhere."""
 
+    def log_warning(self, sentence: str) -> None:
+        """And warnings."""
+
     def event(self, name: str, **facts: Any) -> None:
         """And events."""
 

@@ -5,6 +5,7 @@ No torch at import.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +31,7 @@ from megalite.checkpoint.durable_files import remove
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.foreign_folders import foreign_checkpoint
 from megalite.checkpoint.huggingface.tokenizer_folder import TOKENIZER, check_tokenizer_links, tokenizer_files
-from megalite.checkpoint.manifest import Manifest, adapter_of, read_manifest
+from megalite.checkpoint.manifest import Manifest, adapter_of, find_latest, read_manifest
 from megalite.checkpoint.retention import clean_up
 from megalite.config import Config, ResolvedLayout
 from megalite.config.errors import shown
@@ -56,6 +57,7 @@ class Start:
     manifest: Manifest | None = None  # of `checkpoint`
     is_resume: bool = False  # the run's own checkpoint, state included; otherwise only weights are loaded
     notices: tuple[str, ...] = ()
+    passed_over: tuple[str, ...] = ()  # why newer checkpoints than `checkpoint` cannot be used
     hub: ModelFolder | None = None  # instead of a checkpoint; with neither, weights are initialized
     base_model: str | None = None  # the Hugging Face model that the run began with, however often it was resumed
     tokenizer: Path | None = None  # folder of the model's tokenizer, of which the run keeps a copy; None: there is none
@@ -215,7 +217,7 @@ def fetch_from_mirror(config: Config, progress: Callable[[], None]) -> None:
         return
 
     def report(sentence: str) -> None:
-        log.info(sentence)
+        log.log(logging.WARNING if sentence.startswith("passed over: ") else logging.INFO, sentence)
         progress()
 
     fetch_newest(mirror, checkpoints_of(config), report)
@@ -249,9 +251,8 @@ def find_start(
         check_kept(manifest, own, config)
         changes = changes_since(manifest, config)
         check_changes(changes, own, allow_change=flags.allow_change)
-        passed_over = tuple(f"passed over: {why}" for why in skipped)
         base = manifest.config.get(BASE_MODEL)
-        start = Start(own, manifest, True, passed_over, base_model=base, changes=changes)
+        start = Start(own, manifest, True, passed_over=tuple(skipped), base_model=base, changes=changes)
     else:
         if config.checkpoint.resume and (foreign := foreign_checkpoint(config.run_dir)):
             raise CheckpointError(
@@ -276,7 +277,7 @@ def _start_from(source: Path, config: Config, data: RunData) -> Start:
     manifest = read_manifest(weights)
     _check_model(manifest, config, weights)
     check_tokenizer(manifest, weights, config.data.prefixes[0], data.tokenizer, data.tokenizer_sha256)
-    return Start(weights, manifest)
+    return Start(weights, manifest, passed_over=tuple(find_latest(source)[1]))
 
 
 def _with_tokenizer(start: Start, config: Config, data: RunData) -> Start:

@@ -50,7 +50,14 @@ def open_sink(config: Config, first_step: int) -> JsonLinesSink:
 
 def stream_records(path: Path, last_bytes: int | None = None, *, after_step: float = 0) -> Iterator[dict[str, Any]]:
     """Yields the records of a run; `last_bytes`, `after_step` and what is skipped as in `stream_lines`."""
-    return (record for record in stream_lines(path, last_bytes, after_step=after_step) if "step" in record)
+    return filter(is_record, stream_lines(path, last_bytes, after_step=after_step))
+
+
+def is_record(value: dict[str, Any]) -> bool:
+    """Returns whether an object of a file is the record of a step: anybody may have added a line."""
+    step, loss = value.get("step"), value.get("loss")
+    is_step = isinstance(step, int | float) and not isinstance(step, bool) and step >= 1 and step == step // 1
+    return is_step and (loss is None or isinstance(loss, int | float))
 
 
 def read_records(path: Path, last_bytes: int | None = None) -> list[dict[str, Any]]:

@@ -214,6 +214,9 @@ class _Heard:
     def log_notice(self, sentence: str) -> None:
         """Sentences are looked at elsewhere."""
 
+    def log_warning(self, sentence: str) -> None:
+        """And warnings."""
+
     def event(self, name: str, **facts: Any) -> None:
         self.events.append((name, facts["step"]))
 

@@ -25,6 +25,9 @@ class _Log:
     def log_notice(self, sentence: str) -> None:
         """Sentences are looked at elsewhere."""
 
+    def log_warning(self, sentence: str) -> None:
+        """And warnings."""
+
     def event(self, name: str, **facts: Any) -> None:
         """And events."""
 

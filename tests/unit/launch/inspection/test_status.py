@@ -163,6 +163,17 @@ def state_of_living(folder: Path) -> RunState:
         return read_status(folder).state
 
 
+def test_lines_that_are_no_records_are_left_out_and_counted(make_run: MakeRun) -> None:
+    """`{"step": 7, "loss": "abc"}` made a run of 6 steps be at step 7 of 6."""
+    folder = make_run(steps=20, ending="ended")
+    before = read_status(folder)
+    with (folder / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"step": 99, "loss": "abc"}\n[1, 2]\nnull\n{"step": true}\n{"step": 21, "lo')
+    after = read_status(folder)
+    assert (after.step, after.loss) == (before.step, before.loss) and not before.problems
+    assert after.problems == (f"{folder / 'metrics.jsonl'}: 5 lines that are no records",)
+
+
 def test_a_first_start_is_a_run_before_it_has_written_anything(tmp_path: Path) -> None:
     with take_lock(tmp_path):
         status = read_status(tmp_path)

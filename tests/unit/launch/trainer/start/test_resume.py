@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from launch.checkpoints.listing import checkpoints_in
+from launch.inspection.status import read_status
 from launch.trainer.data.opening import open_data
+from launch.trainer.run_summary import warn_of_passed_over
+from launch.trainer.start.checks import find_position
+from launch.trainer.start.flags import NO_FLAGS
 from launch.trainer.start.resume import checkpoints_of, find_start
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.manifest import find_latest, read_manifest
@@ -30,6 +35,31 @@ def test_a_run_goes_on_with_another_dropout(saved: dict[str, float], tiny: dict[
     own, skipped = find_latest(checkpoints_of(config))
     start = find_start(config, open_data(config), own, skipped)
     assert start.is_resume and start.step == 2
+
+
+@pytest.mark.parametrize("harm", ["damaged", "renamed"])
+def test_a_newer_checkpoint_that_is_passed_over_is_a_warning(
+    harm: str, tiny: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its steps are lost: with --quiet nothing said so."""
+    own_checkpoint()(copy.deepcopy(tiny), tmp_path)
+    config = Config.model_validate(tiny)
+    root = checkpoints_of(config)
+    newer = shutil.copytree(root / "step_00000002", root / "step_00000004")
+    if harm == "damaged":
+        (newer / "manifest.json").write_text("{}")
+    capfd.readouterr()
+    start = find_position(config, NO_FLAGS).start
+    warn_of_passed_over(start)
+    (reason,) = start.passed_over
+    assert start.step == 2 and reason.startswith(f"{newer}")
+    said = capfd.readouterr()
+    assert f"warning: passed over: {reason}; the run starts from {root / 'step_00000002'}" in said.err
+    (problem,) = read_status(config.run_dir).problems[-1:]
+    assert problem == reason
+    fresh = copy.deepcopy(tiny) | {"run_dir": str(tmp_path / "fresh")}
+    fresh["training"]["initialize_from"] = str(config.run_dir)
+    assert find_position(Config.model_validate(fresh), NO_FLAGS).start.passed_over == (reason,)
 
 
 @pytest.mark.parametrize(
