@@ -31,7 +31,7 @@ from data_pipeline.sources.parquet import ParquetRows
 from data_pipeline.sources.remote_file import Place, RemoteFile, remote_files
 from data_pipeline.sources.stretch import WHOLE, Stretch
 from data_pipeline.sources.text import TextFile
-from data_pipeline.storage.files import is_url, user_path
+from data_pipeline.storage.files import is_url, refuse_lfs_pointer, user_path
 from data_pipeline.tokenizers.training import python_stdlib_sources
 
 PYTHON_STDLIB = "python-stdlib"
@@ -101,6 +101,8 @@ def open_sources(specs: Sequence[str], text_field: str | None, longest: int = LO
 
 
 def _open_file(path: Place, text_field: str | None, longest: int) -> Source:
+    if isinstance(path, Path):
+        refuse_lfs_pointer(path)
     if path.suffix == ".parquet":
         return ChatParquet(path, longest=longest) if text_field is None else ParquetRows(path, text_field, longest)
     if isinstance(path, RemoteFile) and path.suffix == ".arrow":

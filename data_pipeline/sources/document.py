@@ -11,7 +11,7 @@ LONGEST_ROW = 1 << 24
 """Bytes of a row that are read: a line or an element of JSON, which takes 26 times as much as Python's objects, a row
 of a table."""
 
-_LEAST_HALVES = 8  # bytes 0, which by chance do not stand on even places alone, or on odd ones
+_LEAST_HALVES = 8  # bytes 0, which by chance do not stand on even places alone, or on odd ones; or all of a short text
 
 OnBadRow = Callable[[DataError], None]
 """Takes the sentence about a row that holds no document; the row is left out if it returns."""
@@ -41,7 +41,7 @@ def is_utf16(content: bytes) -> bool:
     UTF-8 has no byte 0 but that of the character 0; in UTF-16 it is half of each letter of Latin, line break or space.
     """
     first, second = content[::2].count(0), content[1::2].count(0)
-    is_half = min(first, second) == 0 and max(first, second) >= _LEAST_HALVES
+    is_half = min(first, second) == 0 and max(first, second) >= max(1, min(_LEAST_HALVES, len(content) // 2))
     return content[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) or 0 in content[:2] or is_half
 
 

@@ -4,8 +4,9 @@ import codecs
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from data_pipeline.errors import DataError
 from data_pipeline.sources.compressed import open_text, refuse_other_kind, size_of_text
-from data_pipeline.sources.document import Document, OnBadRow, file_identity, not_utf8
+from data_pipeline.sources.document import Document, OnBadRow, file_identity, is_utf16, not_utf8
 from data_pipeline.sources.remote_file import Place
 from data_pipeline.sources.stretch import WHOLE, Stretch, whole_file
 
@@ -50,6 +51,14 @@ class TextFile:
                     text = decoder.decode(block, final=not block)
                 except UnicodeDecodeError as error:
                     raise not_utf8(str(self.path), block, position - held_back + error.start) from error
+                if "\0" in text:  # which no text has, and UTF-16 between its letters
+                    if is_utf16(block):
+                        raise not_utf8(str(self.path), block)
+                    at = position - held_back + len(text.partition("\0")[0].encode())
+                    raise DataError(
+                        f"{self.path} has the character 0 in it (byte {at}), so it is no text: remove it, or leave the "
+                        "file out of the sources"
+                    )
                 if not block:
                     return
                 yield text.removeprefix("\ufeff") if position == 0 else text

@@ -10,6 +10,10 @@ from typing import BinaryIO
 from data_pipeline.errors import DataError
 
 
+_POINTER = b"version https://git-lfs.github.com/spec/"
+_LARGEST_POINTER = 1024  # bytes, by its specification
+
+
 def with_ending(prefix: Path, ending: str) -> Path:
     """Returns PREFIX + ending; unlike Path.with_suffix it keeps dots inside the prefix."""
     return prefix.parent / (prefix.name + ending)
@@ -27,6 +31,14 @@ def decimal_size(size: float) -> str:
             return f"{size:.{digits}f} {unit}"
         size /= 1000
     return f"{size:,.1f} TB"
+
+
+def refuse_lfs_pointer(path: Path) -> None:
+    """Raises DataError where a file is what Git leaves in the place of one that Git LFS has not fetched."""
+    if path.is_file() and path.stat().st_size <= _LARGEST_POINTER and path.read_bytes().startswith(_POINTER):
+        raise DataError(
+            f"{path} is a pointer of Git LFS, not the file itself: run `git lfs pull` in its repository, or download it"
+        )
 
 
 def open_anew(path: Path) -> BinaryIO:

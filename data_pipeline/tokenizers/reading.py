@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from data_pipeline.errors import DataError, DataLimitError, first_names
 from data_pipeline.limited_process import LimitedProcess, ProcessRefusal
 from data_pipeline.neighbours import nearest
-from data_pipeline.storage.files import sha256_of_file
+from data_pipeline.storage.files import refuse_lfs_pointer, sha256_of_file
 from data_pipeline.tokenizers.statements import (
     TOKENIZER,
     TOKENIZER_CONFIG,
@@ -79,6 +79,8 @@ def inspect_tokenizer(tokenizer: Path) -> TokenizerFile:
             "with `megalite prepare --train-vocab-size`"
         )
     files = [path, path.parent / TOKENIZER_CONFIG, *_others(path.parent)]
+    for file in files:
+        refuse_lfs_pointer(file)
     stamps = [(str(file), status.st_size, status.st_mtime_ns, status.st_ino) for file, status in _existing(files)]
     return replace(_inspected(path, tuple(stamps)), given=str(tokenizer))
 

@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from data_pipeline.neighbours import nearest
+from data_pipeline.storage.files import refuse_lfs_pointer
 from launch.errors import LaunchError
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.huggingface.json_files import CONFIG, read_json
@@ -45,8 +46,11 @@ def lasting_place(place: Path) -> str:
 
 
 def local_folder(place: str | Path, *, weights: bool = True) -> Path:
-    """Returns the folder, or the download of a hub id, with or without weights. Raises LaunchError."""
+    """Returns the folder, or the download of a hub id. Raises LaunchError, or DataError for pointers of Git LFS."""
     if not is_hub_id(place):
+        for pattern in (*SMALL_FILES, "*.safetensors", *PICKLES):
+            for file in Path(place).glob(pattern):
+                refuse_lfs_pointer(file)
         return Path(place)
     if Path(f"{place}.bin").is_file():
         raise LaunchError(f"{place}: is prepared data, no model: give the model, and --data {place} to evaluate it on")

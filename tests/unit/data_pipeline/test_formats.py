@@ -191,6 +191,15 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
     "no_mark.csv": ("text\na\n".encode("utf-16-be"), "no_mark.csv is not UTF-8 text, it looks like UTF-16"),
     "no_mark.json": ('[{"text": "a"}]'.encode("utf-16-le"), "no_mark.json is not UTF-8 text, it looks like UTF-16"),
     "no_mark.txt.gz": (gzip.compress("a b".encode("utf-16-le")), "no_mark.txt.gz is not UTF-8 text, it looks like"),
+    "short.txt": (b"a\0b\0\n", "short.txt is not UTF-8 text, it looks like UTF-16"),
+    "zero.txt": (b"some words\0and more", r"zero.txt has the character 0 in it \(byte 10\), so it is no text"),
+    **{
+        f"pointer{ending}": (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12\n",
+            f"pointer{ending} is a pointer of Git LFS, not the file itself: run `git lfs pull`",
+        )
+        for ending in (".txt", ".jsonl", ".json", ".csv", ".parquet", ".arrow", ".txt.gz", ".jsonl.zst")
+    },
     "packed.jsonl": (gzip.compress(b'{"text": "a"}'), "packed.jsonl is a gzip file by its first bytes"),
     "packed.txt": (b"PAR1\x15\x04\xff\x00" * 9, "packed.txt is a Parquet file by its first bytes"),
     "rows.jsonl": (b"PAR1\x15\x04\xff\x00" * 9, "rows.jsonl is a Parquet file by its first bytes"),
