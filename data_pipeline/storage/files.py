@@ -9,7 +9,6 @@ from typing import BinaryIO
 
 from data_pipeline.errors import DataError
 
-
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _LARGEST_POINTER = 1024  # bytes, by its specification
 
