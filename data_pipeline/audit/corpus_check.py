@@ -26,6 +26,7 @@ class CorpusFindings:
     prefix: Path
     document_count: int
     token_count: int
+    largest_id: int
     has_metadata: bool  # without, there are no digests and no vocabulary to hold the files against
     problems: tuple[str, ...]
 
@@ -35,8 +36,10 @@ def bytes_to_check(prefix: Path) -> int:
     return sum(path.stat().st_size for path in _files_of(prefix))
 
 
-def check_corpus(prefix: Path, advance: Callable[[int], None]) -> CorpusFindings:
+def check_corpus(prefix: Path, advance: Callable[[int], None], vocab_size: int | None = None) -> CorpusFindings:
     """Holds the files of a corpus against each other and its metadata; `advance` is told of bytes as they are read.
+
+    Ids must lie below `vocab_size` too, if it is given.
 
     Raises DataError if a file is missing.
     """
@@ -51,7 +54,7 @@ def check_corpus(prefix: Path, advance: Callable[[int], None]) -> CorpusFindings
         corpus = IndexedTokens(prefix)
         corpus.check()
     except DataError as error:  # its tokens have no known type or end
-        return CorpusFindings(prefix, 0, 0, meta is not None, (*problems, str(error)))
+        return CorpusFindings(prefix, 0, 0, 0, meta is not None, (*problems, str(error)))
     if not problems:  # metadata that is not readable names no mask
         try:
             check_loss_mask(corpus, meta)
@@ -64,7 +67,7 @@ def check_corpus(prefix: Path, advance: Callable[[int], None]) -> CorpusFindings
         lowest, highest = min(lowest, int(tokens.min())), max(highest, int(tokens.max()))
         digest.update(tokens.data)
         advance(tokens.nbytes)
-    problems += _wrong_ids(corpus, meta, lowest, highest)
+    problems += _wrong_ids(corpus, meta, vocab_size, lowest, highest)
     if corpus.has_loss_mask:
         problems += _wrong_marks(loss_path(prefix), meta, advance)
     if meta is not None:
@@ -76,7 +79,7 @@ def check_corpus(prefix: Path, advance: Callable[[int], None]) -> CorpusFindings
         if corpus.index_digest() != meta.idx_sha256:
             problems.append(f"{idx_path} is not the file that was written: its SHA-256 differs from the metadata's")
     advance(idx_path.stat().st_size)
-    return CorpusFindings(prefix, len(corpus), corpus.token_count, meta is not None, tuple(problems))
+    return CorpusFindings(prefix, len(corpus), corpus.token_count, highest, meta is not None, tuple(problems))
 
 
 def _files_of(prefix: Path) -> list[Path]:
@@ -87,11 +90,15 @@ def _files_of(prefix: Path) -> list[Path]:
     return [path for path in paths if path.is_file()]
 
 
-def _wrong_ids(corpus: IndexedTokens, meta: CorpusMeta | None, lowest: int, highest: int) -> list[str]:
+def _wrong_ids(
+    corpus: IndexedTokens, meta: CorpusMeta | None, vocab_size: int | None, lowest: int, highest: int
+) -> list[str]:
     wrong = lowest if lowest < 0 else highest
-    if wrong >= 0 and (meta is None or wrong < meta.vocab_size):
+    known = [size for size in (vocab_size, meta.vocab_size if meta is not None else None) if size is not None]
+    limit = min(known, default=None)
+    if wrong >= 0 and (limit is None or wrong < limit):
         return []
-    of_what = f"vocabulary of {meta.vocab_size:,}" if meta is not None else "vocabulary of any tokenizer"
+    of_what = f"vocabulary of {limit:,}" if limit is not None else "vocabulary of any tokenizer"
     return [f"{corpus.prefix}.bin holds token id {wrong}, outside the {of_what}: prepare it again"]
 
 

@@ -19,6 +19,9 @@ def check(
     prefixes: Annotated[
         list[Path], typer.Argument(help="Prefixes of prepared data, without .bin or .idx.", metavar="PREFIX...")
     ],
+    vocab_size: Annotated[
+        int | None, typer.Option("--vocab-size", min=1, help="Ids from here on are wrong, as in model.vocab_size.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Read every byte of prepared data and hold it against its index and metadata: digests, ids, documents.
@@ -40,13 +43,16 @@ def check(
             done += size
             report_progress("reading", done, total)
 
-        found = [check_corpus(prefix, advance) for prefix in prefixes]
+        found = [check_corpus(prefix, advance, vocab_size) for prefix in prefixes]
     passed = not any(each.problems for each in found)
     if as_json:
         print_json({"passed": passed, "corpora": [asdict(each) | {"prefix": str(each.prefix)} for each in found]})
     for each in found if not as_json else ():
-        counts = f"{plural(each.document_count, 'document')}, {each.token_count:,} tokens"
-        against = "" if each.has_metadata else "; it has no metadata, so its bytes were held against nothing"
+        documents, tokens = plural(each.document_count, "document"), f"{each.token_count:,} tokens"
+        counts = f"{documents}, {tokens}, the largest id {each.largest_id:,}"
+        against = "" if each.has_metadata else "; it has no metadata, so its bytes were held against no digest"
+        if not each.has_metadata and vocab_size is None:
+            against += ", and its ids against no vocabulary (--vocab-size)"
         say(*(each.problems or [f"{each.prefix}: {counts}, nothing wrong{against}"]), sep="\n")
     if not passed:
         raise typer.Exit(VERIFY_FAILED_CODE)

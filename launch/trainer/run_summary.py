@@ -16,7 +16,7 @@ from launch.prediction.prediction import Prediction
 from launch.runtime.logs import get_logger
 from launch.runtime.printing import say
 from launch.trainer.data.opening import RunData
-from launch.trainer.start.config_changes import OptionChange
+from launch.trainer.start.config_changes import OptionChange, learning_rate_jump
 from launch.trainer.start.resume import RunSetup, Start
 from launch.trainer.start.run_folder import layout_facts
 from megalite.checkpoint.durable_files import room_at
@@ -48,6 +48,7 @@ def run_facts(config: Config, layout: ResolvedLayout, data: RunData, start: Star
             "weights": str(start.checkpoint or (start.hub.folder if start.hub is not None else "")) or None,
         },
         "changes": [asdict(change) for change in start.changes],
+        "learning_rates": _learning_rates(config, start),
         "model": {"family": config.model.model_type, "parameters": parameters(config.model)},
         "adapter_parameters": _in_adapters(config),
         "layout": layout_facts(layout)
@@ -80,6 +81,21 @@ def run_facts(config: Config, layout: ResolvedLayout, data: RunData, start: Star
         },
         "length": {"steps": config.total_steps, "steps_left": left, "tokens_left": tokens_left},
     }
+
+
+def _learning_rates(config: Config, start: Start) -> tuple[float, float] | None:
+    has_changed = start.is_resume and start.manifest is not None and bool(start.changes)
+    return learning_rate_jump(start.manifest, config) if has_changed and start.manifest is not None else None
+
+
+def _rates_in_words(facts: Facts) -> list[str]:
+    if facts["learning_rates"] is None:
+        return []
+    step, (before, after) = facts["start"]["step"], facts["learning_rates"]
+    return [
+        f"the learning rate goes from {before:.2e} in step {step} to {after:.2e} in step {step + 1}, because it "
+        "follows the schedule of this config from there on (schedule.name, training.steps, optimizer.learning_rate)"
+    ]
 
 
 def tell_start(setup: RunSetup, devices: str, memory_warning: str | None) -> None:
@@ -128,6 +144,7 @@ def summary_lines(facts: Facts) -> Lines:
     return [
         ("run", f"{facts['run_dir']}, {_start_in_words(facts['start'], length)}"),
         *(("changed", str(OptionChange(**change))) for change in facts["changes"]),
+        *(("changed", text) for text in _rates_in_words(facts)),
         ("model", f"{model['family']}, {count(model['parameters'])} parameters"),
         *[("adapters", f"LoRA, {count(in_adapters)} parameters, which alone are trained")] * bool(in_adapters),
         (

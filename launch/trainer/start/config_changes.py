@@ -19,7 +19,9 @@ from megalite.checkpoint.manifest import Manifest
 from megalite.config import Config, ModelConfig
 from megalite.config.base import section_of
 from megalite.config.errors import shown
+from megalite.config.sections import ScheduleConfig
 from megalite.config.suggestions import dotted
+from megalite.training.state import learning_rate_factor
 
 OptionName = str  # dotted, such as `optimizer.betas`
 
@@ -41,6 +43,8 @@ IGNORED_BY: Mapping[str, tuple[OptionName, ...]] = {  # optimizer.name -> option
 }
 NAMED_BY_USERS = ("deepspeed.", "data.sources.", "data.validation.")
 """Beginnings of options that a checkpoint lacks where the run did not have them."""
+
+JUMP = 0.25  # share of the larger learning rate
 
 WITHOUT_EFFECT = (
     "run_dir",
@@ -90,6 +94,28 @@ def changes_since(manifest: Manifest, config: Config) -> tuple[OptionChange, ...
         if before != after and not is_left_out:
             changes.append(OptionChange(option, before, after))
     return tuple(changes)
+
+
+def learning_rate_jump(manifest: Manifest, config: Config) -> tuple[float, float] | None:
+    """Returns the learning rates of the last step before a checkpoint and the first behind it, if another length,
+    schedule or peak than the checkpoint's sets them more than `JUMP` apart; None if not, or if they are not known.
+    """
+    peak, steps = (manifest.config.get("optimizer") or {}).get("learning_rate"), _saved_steps(manifest)
+    try:
+        schedule = ScheduleConfig.model_validate(manifest.config.get("schedule") or {})
+    except ValidationError:
+        return None
+    if peak is None or steps is None or not 0 < manifest.step < config.total_steps:
+        return None
+    before = float(peak) * learning_rate_factor(schedule, manifest.step - 1, steps)
+    planned = float(peak) * learning_rate_factor(schedule, min(manifest.step, steps - 1), steps)
+    after = config.optimizer.learning_rate * learning_rate_factor(config.schedule, manifest.step, config.total_steps)
+    return (before, after) if abs(after - planned) > JUMP * max(after, planned) else None
+
+
+def _saved_steps(manifest: Manifest) -> int | None:
+    training = manifest.config.get("training") or {}
+    return int(training["steps"]) if training.get("steps") else None
 
 
 def saved_model(manifest: Manifest) -> dict[str, Any]:

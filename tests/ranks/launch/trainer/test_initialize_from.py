@@ -110,6 +110,24 @@ def test_every_layout_starts_with_transformers_weights_and_loss(ranks: int, fold
             assert np.array_equal(value, whole.numpy()), f"{hub_model}, {case}: {name}"
 
 
+def refused(rank: int, folder: Path) -> str:
+    hub = open_model_folder(folder)
+    with pytest.raises(CheckpointError) as caught:
+        load_engine(engine_of(of_model(Case(), hub.model)), hub.reader, weights_only=True)
+    return str(caught.value)
+
+
+def test_weights_with_nan_are_refused_by_name_before_a_step(folders: dict[str, Path], tmp_path: Path) -> None:
+    """The guard stopped the run at step 1, and advised an earlier checkpoint and the same command again."""
+    folder = Path(shutil.copytree(folders["llama"], tmp_path / "damaged"))
+    tensors = load_file(weight_file(folder))
+    name = sorted(tensors)[0]
+    tensors[name].view(-1)[-1] = float("nan")
+    save_file(tensors, weight_file(folder))
+    (said,) = run_ranks(refused, 1, folder)
+    assert said.startswith(f"{folder}: {name} holds NaN or infinite numbers"), said
+
+
 @pytest.fixture(scope="module")
 def hub(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small Llama in bf16, in several files, with the corpus' tokenizer; more rows than that has ids."""

@@ -21,7 +21,10 @@ def test_sound_and_damaged_data_are_told_apart(
             writer.append(np.array([1, 2, 3], dtype=np.uint16), np.array([1, 3]))
     Path("cut.bin").write_bytes(b"123")
     code, out, _ = command(["data", "check", "sound"], monkeypatch, capfd)
-    assert code == 0 and out.startswith("sound: 2 documents, 3 tokens, nothing wrong; it has no metadata")
+    assert code == 0 and out.startswith("sound: 2 documents, 3 tokens, the largest id 3, nothing wrong; it has no")
+    assert "its ids against no vocabulary (--vocab-size)" in out
+    code, out, _ = command(["data", "check", "sound", "--vocab-size", "3"], monkeypatch, capfd)
+    assert code == 1 and "sound.bin holds token id 3, outside the vocabulary of 3" in out
     code, out, _ = command(["data", "check", "sound", "cut"], monkeypatch, capfd)
     assert code == 1 and "cut.bin has 3 bytes, but its index counts 3 tokens" in out
     code, out, _ = command(["data", "check", "sound", "cut", "--json"], monkeypatch, capfd)

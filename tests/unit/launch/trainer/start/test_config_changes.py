@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 
 from launch.errors import LaunchError
-from launch.trainer.start.config_changes import NEEDS_PERMISSION, OptionChange, changes_since, check_changes
+from launch.trainer.start.config_changes import (
+    NEEDS_PERMISSION,
+    OptionChange,
+    changes_since,
+    check_changes,
+    learning_rate_jump,
+)
 from megalite.checkpoint.manifest import Manifest
 from megalite.config import Config
 from megalite.config.suggestions import dotted, option_paths
@@ -29,6 +35,21 @@ def changed(config: dict[str, Any], **sections: dict[str, Any]) -> dict[str, Any
     for name, values in sections.items():
         other[name] = other.get(name, {}) | values
     return other
+
+
+def test_a_longer_run_of_a_schedule_that_falls_says_what_becomes_of_the_learning_rate(tiny: dict[str, Any]) -> None:
+    """After 20 steps of 20 the rate is at its minimum; of a run of 40 it is in the middle."""
+    cosine = {"name": "cosine", "warmup_steps": 0, "min_learning_rate_ratio": 0.1}
+    tiny = changed(tiny, schedule=cosine, training={"steps": 20}, optimizer={"learning_rate": 1e-3})
+
+    def jump(**sections: dict[str, Any]) -> tuple[float, float] | None:
+        saved = manifest_of(Config.model_validate(tiny).model_dump(mode="json"))
+        return learning_rate_jump(saved, Config.model_validate(changed(tiny, **sections)))
+
+    assert jump() is None
+    before, after = jump(training={"steps": 40}) or (0.0, 0.0)
+    assert before == pytest.approx(1e-4) and 4e-4 < after < 6e-4
+    assert jump(training={"steps": 40}, optimizer={"learning_rate": 2e-4}) is None
 
 
 def test_what_changed_is_listed_with_before_and_after(tiny: dict[str, Any]) -> None:
