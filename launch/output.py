@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 SILENCE_S = 10.0  # longest time without a word on what a command does
+TRAIN_WORD_S = 5.0  # in a step of the start of training
 FIRST_WORD_S = 3.0  # after its start, which itself takes a second or two
 WIDTH = 160  # columns, where standard output is a file or a pipe
 TEXT_WIDTH = 12  # columns that are left to a column of text before its words are broken

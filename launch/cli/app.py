@@ -61,7 +61,7 @@ from launch.errors import (
     LaunchError,
     sentences_of,
 )
-from launch.output import console, print_json
+from launch.output import TRAIN_WORD_S, console, print_json, progress_lines
 from launch.runtime.logs import get_logger
 from launch.runtime.modules import COMMAND_LINE, python_command
 from launch.runtime.printing import print_exception, say
@@ -184,8 +184,10 @@ def train(
     Example: `megalite train configs/quickstart.yaml parallel.tensor_parallel_size=1 training.steps=20`
     """
     from launch.runtime.rank_environment import is_rank
-    from launch.trainer.local_run import ending_on_signals, print_dry_run, start_local_run
-    from megalite.resilience.signals import take_signals
+
+    with progress_lines("loading what training needs", first_s=TRAIN_WORD_S):
+        from launch.trainer.local_run import ending_on_signals, print_dry_run, start_local_run
+        from megalite.resilience.signals import take_signals
 
     flags = StartFlags(force, allow_change, shared_run_dir)
     arguments = [str(config_path), *(overrides or [])]

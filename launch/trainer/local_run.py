@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from launch.errors import INTERRUPTED_CODE, PREEMPTED_CODE, USER_ERROR_CODE, USER_ERRORS, LaunchError
+from launch.output import TRAIN_WORD_S, progress_lines
 from launch.prediction.prediction import Prediction
 from launch.prediction.this_machine import UNMEASURED, Machine, cpu_name, describe_machine
 from launch.runtime.devices import gpu_names
@@ -50,6 +51,7 @@ from megalite.resilience.signals import START_UP, STOP_SIGNALS, exit_code_for
 from megalite.units import plural
 
 log = get_logger(__name__)
+CHECKING = "checking data, checkpoint and memory"
 SAID_HOW = (USER_ERROR_CODE, PREEMPTED_CODE, INTERRUPTED_CODE)  # exit codes of runs that have said how to go on
 
 
@@ -73,7 +75,8 @@ def ending_on_signals() -> Iterator[None]:
 
 def start_local_run(config: Config, arguments: Sequence[str], flags: StartFlags = NO_FLAGS) -> int:
     """Checks config, data, checkpoint and memory, then runs the ranks on this machine; returns their exit code."""
-    run = check_start(config, flags)
+    with progress_lines(CHECKING, first_s=TRAIN_WORD_S):
+        run = check_start(config, flags)
     if finish_if_complete(run.position):
         return 0
     ranks = plural(run.layout.world_size, "rank")
@@ -151,7 +154,8 @@ def print_dry_run(config: Config, flags: StartFlags = NO_FLAGS, *, full: bool = 
 
     `full` adds the resolved config and the layers of each rank; JSON always has them.
     """
-    run = check_start(config, flags, is_dry=True)
+    with progress_lines(CHECKING, first_s=TRAIN_WORD_S):
+        run = check_start(config, flags, is_dry=True)
     layout, position = run.layout, run.position
     facts = run_facts(run.config, layout, position.data, position.start, _devices_in_words(run))
     prediction = _predict(run)

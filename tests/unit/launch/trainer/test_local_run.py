@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from launch.errors import LaunchError
 from launch.runtime.rank_environment import ATTEMPT
 from launch.trainer import local_run
 from megalite.config import Config
@@ -56,3 +58,20 @@ def test_a_run_that_breaks_says_how_it_goes_on(
     assert local_run.start_local_run(cast(Config, config), []) == code
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert warnings == ([said] if said and not is_supervised else [])
+
+
+def test_slow_checks_before_a_run_are_not_silent(
+    tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a busy machine nothing was said for a minute and a half, until the ranks began."""
+    monkeypatch.setattr("launch.trainer.local_run.TRAIN_WORD_S", 0.01)
+
+    def slow(*_: object, **__: object) -> None:
+        time.sleep(0.2)
+        raise LaunchError("it is refused")
+
+    monkeypatch.setattr("launch.trainer.local_run.check_start", slow)
+    for begin in (local_run.print_dry_run, lambda config: local_run.start_local_run(config, [])):
+        with pytest.raises(LaunchError, match="it is refused"):
+            begin(Config.model_validate(tiny))
+        assert "megalite: checking data, checkpoint and memory (0 s)" in capsys.readouterr().err
