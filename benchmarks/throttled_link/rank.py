@@ -55,6 +55,7 @@ class WatchedReducer(GradientReducer):
     def finish(self) -> None:
         """See `GradientReducer`."""
         self.ended_at, self.sent = time.monotonic(), int(SENT.read_text())
+        super()._start_complete()  # what was kept back
         super().finish()
         self.finished_at = time.monotonic()
 
