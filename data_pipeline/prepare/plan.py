@@ -7,7 +7,8 @@ The other way round, parts that lack rows are encoded again.
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property, lru_cache, partial
 from importlib.metadata import distributions
@@ -36,6 +37,7 @@ from data_pipeline.storage.meta import WRITER_VERSION
 from data_pipeline.tokenizers.reading import TokenizerFile, inspect_tokenizer, with_limits
 from data_pipeline.tokenizers.training import TrainedTokenizer
 
+_LONG_WORD = re.compile(r"(?<![^\W\d_])[^\W\d_]{20000,}")  # letters alone: a tokenizer cuts words at everything else
 _SMALLEST_UNIT, _LARGEST_UNIT = 1 << 18, 1 << 24  # bytes of text
 _UNITS_PER_JOB = 1024  # aimed at, between the two limits
 _UNIT_OF_UNKNOWN_SIZE = 1 << 22
@@ -203,13 +205,30 @@ def _digest(
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
 
 
-def training_text(specs: list[str], options: PrepareOptions) -> tuple[Iterator[str], int | None]:
-    """Opens the sources, and returns their text, for the training of a tokenizer, and its size in bytes if known."""
+def training_text(
+    specs: list[str], options: PrepareOptions, notice: Callable[[str], None]
+) -> tuple[Iterator[str], int | None]:
+    """Opens the sources, and returns their text, for the training of a tokenizer, and its size in bytes if known.
+
+    `notice` is told of the first word that makes the training very slow.
+    """
     sources = open_sources(specs, options.text_field, options.longest_row)
-    on_bad_row = BadRows(options.skip_bad_rows)
-    documents = (document for source in sources for document in source.documents(on_bad_row))
-    pieces = (piece.text for document in documents for piece in cut_document(document, 0, CUT_PLACES, on_bad_row))
-    return pieces, _known_bytes(sources)
+    return _pieces_for_training(sources, BadRows(options.skip_bad_rows), notice), _known_bytes(sources)
+
+
+def _pieces_for_training(
+    sources: Sequence[Source], on_bad_row: BadRows, notice: Callable[[str], None]
+) -> Iterator[str]:
+    is_told = False
+    for document in (document for source in sources for document in source.documents(on_bad_row)):
+        for piece in cut_document(document, 0, CUT_PLACES, on_bad_row):
+            if not is_told and (word := _LONG_WORD.search(piece.text)):
+                is_told = True
+                notice(
+                    f"{document.where} holds a word of {len(word[0]):,} letters without a space, and the time to train "
+                    "a tokenizer grows with the square of a word's length: break such words, or leave the document out"
+                )
+            yield piece.text
 
 
 def _known_bytes(sources: Sequence[Source]) -> int | None:

@@ -148,7 +148,7 @@ def prepare(
                 job, bad_rows = plan_job(sources, where, options), BadRows(options.skip_bad_rows)
                 shown = list(shown_conversations(job, show, bad_rows))
             elif train_vocab_size is not None:
-                texts, size = training_text(sources, options)
+                texts, size = training_text(sources, options, log.warning)
                 if not overwrite:
                     check_vocabulary(prefix, sources, tokenizer, train_vocab_size)
                 counted = _counted(texts, train_vocab_size, size, describe)
