@@ -31,6 +31,11 @@ def ensure_home() -> None:
         os.environ["USER"] = str(os.getuid())
 
 
+def expanded_home(path: str) -> str:
+    """Returns a path with the home folder in the place of `~`, as a shell does."""
+    return os.path.expanduser(path)  # noqa: PTH111
+
+
 def cache_folder() -> Path:
     """Returns the folder of what is kept between runs and can be made again; it need not exist."""
     return _folder("XDG_CACHE_HOME", ".cache")

@@ -22,6 +22,7 @@ from megalite.config.foreign_words import Kind, kind_of, not_translated, stack
 from megalite.config.known_models import names_near, run_of
 from megalite.config.loading.hidden_secrets import without_secrets
 from megalite.config.loading.secret_options import secret_in_override, secrets_among
+from megalite.config.places import problems_with_places
 from megalite.config.rules.rules import broken_rules
 from megalite.config.suggestions import OptionPath, dotted, named_as, nearest_path, option_paths
 from megalite.config.yaml_text import MOST_CHARACTERS, LinePath, parse_yaml
@@ -189,6 +190,7 @@ def _read_stated(path: Path, overrides: Sequence[str]) -> _Stated:
             stated.problems.extend(error.sentences)
         else:
             stated.overrides[option] = override
+    stated.problems.extend(f"{stated.origin(option)}: {sentence}" for option, sentence in problems_with_places(values))
     if malformed:
         are = "override {} is" if len(malformed) == 1 else "overrides {} are"
         names = are.format(", ".join(malformed))

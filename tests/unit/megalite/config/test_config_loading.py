@@ -187,3 +187,33 @@ def test_config_is_light_to_import() -> None:
     code = "import sys, megalite.config; print([m for m in ('torch', 'numpy', 'deepspeed') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=30)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("run_dir=~/runs/x", "run_dir ~/runs/x: ~ is not expanded here: write /home/me/runs/x"),
+        ("run_dir=$HOME/runs", "run_dir $HOME/runs: variables are not expanded here: write the whole path"),
+        ("run_dir=${DATA}/x", "run_dir ${DATA}/x: variables are not expanded here"),
+        ("data.path=[a, ~/b]", "data.path ~/b: ~ is not expanded here: write /home/me/b"),
+        ("data.cache=$SCRATCH", "data.cache $SCRATCH: variables are not expanded here"),
+        ("training.initialize_from=~/model", "training.initialize_from ~/model: ~ is not expanded here"),
+        (
+            "checkpoint.mirror=file:///~/m",
+            "checkpoint.mirror file:///~/m: ~ is not expanded here: write file:///home/me/m",
+        ),
+    ],
+)
+def test_a_path_that_a_shell_would_have_changed_is_refused(
+    option: str, said: str, minimal: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run would make a folder named `~`, or `$HOME`, in the working directory."""
+    monkeypatch.setenv("HOME", "/home/me")
+    with pytest.raises(ConfigError) as caught:
+        load_config(minimal, [option])
+    assert any(said in sentence for sentence in caught.value.sentences), caught.value.sentences
+
+
+def test_paths_that_only_look_like_those_of_a_shell_are_kept(minimal: Path) -> None:
+    assert str(load_config(minimal, ["run_dir=runs/a~b$"]).run_dir) == "runs/a~b$"
+    assert str(load_config(minimal, ["data.cache=~/megalite"]).data.cache) == "~/megalite"
