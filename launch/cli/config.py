@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shlex import quote
 from textwrap import indent
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -118,7 +119,7 @@ def from_(
     if migrated.filled:
         log.warning(f"not in the files, so a first value stands there: {', '.join(migrated.filled)}")
     if output is not None:
-        say(f"wrote {output}; check it with `megalite train {output} --dry-run`")
+        say(f"wrote {output}; check it with `megalite train {quote(str(output))} --dry-run`")
 
 
 def _check_output(output: Path | None, overwrite: bool) -> None:

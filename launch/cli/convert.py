@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -125,7 +126,7 @@ def export(
             merge=merge,
             report=report_progress,
         )
-    what_next = f"`megalite generate {hf_dir} --prompt ...` continues a text with it"
+    what_next = f"`megalite generate {quote(str(hf_dir))} --prompt ...` continues a text with it"
     if (hf_dir / "adapter_config.json").is_file():
         what_next = "peft loads these adapters onto their base model; --merge writes a whole model instead"
     _print_summary(summary, as_json, what_next)

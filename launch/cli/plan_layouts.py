@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from shlex import quote
 
 from typer import Option
 
@@ -102,7 +103,7 @@ def layouts(options: LayoutOptions) -> None:
     beside_result = options.as_json or options.as_csv
     if write is not None:
         write_file(write, best_config(path, overrides, result))
-        _report(f"wrote {write}; train with: megalite train {write}", beside_result=beside_result)
+        _report(f"wrote {write}; train with: megalite train {quote(str(write))}", beside_result=beside_result)
     if html is not None:
         from launch.planning.report.page import write_report
 

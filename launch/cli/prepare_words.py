@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
+from shlex import quote
 from typing import TYPE_CHECKING
 
 from launch.output import console
@@ -89,4 +90,7 @@ def print_summary(summary: PrepareSummary) -> None:
         log.warning(f"{plural(summary.skipped_rows, 'bad row')} left out{listed}{first}")
     say(f"{summary.output}.bin: {counts}, vocabulary {summary.vocab_size:,}, {done}")
     if log.isEnabledFor(logging.INFO):  # not with --quiet
-        say(f"next: megalite train CONFIG.yaml data.path={summary.output} (`megalite config init` writes a config)")
+        say(
+            f"next: megalite train CONFIG.yaml {quote(f'data.path={summary.output}')} "
+            "(`megalite config init` writes a config)"
+        )

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from data_pipeline.neighbours import nearest
@@ -125,14 +126,15 @@ def check_is_run(folder: Path) -> None:
         if is_run(above):
             raise LaunchError(f"{folder} is a part of the run {above}: give that folder")
     raise LaunchError(
-        f"{folder} is no folder of a run, which has {CONFIG}, {RECEIPT} and {EVENTS}; `megalite ls {folder}` lists the "
-        "runs below it"
+        f"{folder} is no folder of a run, which has {CONFIG}, {RECEIPT} and {EVENTS}; "
+        f"`megalite ls {quote(str(folder))}` lists the runs below it"
     )
 
 
 def check_local_folder(folder: Path) -> None:
     """Raises LaunchError for a URL, of which only checkpoints can be listed."""
-    check_local(folder, f"give a local folder; `megalite checkpoint ls {url_of(folder)}` lists the checkpoints there")
+    listing = f"`megalite checkpoint ls {quote(str(url_of(folder)))}` lists the checkpoints there"
+    check_local(folder, f"give a local folder; {listing}")
 
 
 def known(records: Sequence[Facts], name: str) -> list[float]:

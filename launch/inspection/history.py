@@ -17,7 +17,7 @@ import numpy as np
 
 from launch.inspection.files import Facts, RunFiles
 from megalite.monitor.line_files import stream_blocks
-from megalite.monitor.sinks.jsonl import METRICS, is_record, read_records
+from megalite.monitor.sinks.jsonl import METRICS, read_records
 from megalite.monitor.sinks.steps import STEPS
 from megalite.monitor.steps.parts import PARTS
 
@@ -132,7 +132,10 @@ class StepColumns:
 
     def add(self, records: Sequence[Facts]) -> None:
         """Takes the numbers of records; one without a step is left out."""
-        records = list(filter(is_record, records))
+        steps = _numbers([record.get("step") for record in records])
+        usable = np.zeros(len(records), bool) if steps is None else (steps >= 1) & (steps == np.floor(steps))
+        if not usable.all():
+            records = [record for record, is_usable in zip(records, usable, strict=True) if is_usable]
         if not records:
             return
         if self._length * len(self._blocks) > MOST_NUMBERS:

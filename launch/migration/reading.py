@@ -13,6 +13,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any, get_args
 
 from data_pipeline.neighbours import nearest
@@ -127,7 +128,7 @@ def _json(text: str) -> Any:
 
 def _settings(path: Path, values: Mapping[str, Any], kind: Kind | None) -> Iterator[ForeignSetting]:
     if {"run_dir", "model", "training"} <= values.keys():
-        raise LaunchError(f"{path} is a config of megalite already: `megalite config show {path}`")
+        raise LaunchError(f"{path} is a config of megalite already: `megalite config show {quote(str(path))}`")
     if other := not_translated(values):
         raise LaunchError(f"{path} is {other}")
     if kind is None:

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from launch.errors import (
@@ -126,7 +127,7 @@ def _check_command(program: str) -> None:
     if shutil.which(program) is not None:
         return
     if program.endswith((".yaml", ".yml")):
-        raise LaunchError(f"{program} is a config, no program: megalite supervise -- megalite train {program}")
+        raise LaunchError(f"{program} is a config, no program: megalite supervise -- megalite train {quote(program)}")
     if Path(program).is_file():
         raise LaunchError(f"the command {program!r} is not executable: chmod +x it, or name its interpreter first")
     raise LaunchError(f"the command {program!r} is not there: name a program after --")

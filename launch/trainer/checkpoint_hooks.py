@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from shlex import join
 from tempfile import TemporaryFile
 from typing import IO, TYPE_CHECKING, Any
 
@@ -212,7 +213,8 @@ class Exporter:
         folder = self._root / checkpoint.name
         self._run_log.event("export_failed", folder=str(folder), reason=why)
         goes_on = "" if self._is_closing else ", training goes on"
-        by_hand = f"; by hand: megalite export {checkpoint} {folder}" if checkpoint.exists() else ""
+        command = join(["megalite", "export", str(checkpoint), str(folder)])
+        by_hand = f"; by hand: {command}" if checkpoint.exists() else ""
         self._run_log.log_warning(f"{folder} is NOT made{goes_on}: {why}{by_hand}")
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
+from shlex import join, quote
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -85,10 +86,10 @@ def start_local_run(config: Config, arguments: Sequence[str], flags: StartFlags 
     log.info(f"starting {ranks} on {run.device} ({run.environment_in_words})")
     code = start_local_ranks(Mesh.of(run.layout), run.environment, [*arguments, *run.overrides, *flags.words])
     if code == 0:
-        folder = config.run_dir
+        folder, export = quote(str(config.run_dir)), quote(str(config.run_dir / "hf"))
         log.info(
             f"next: `megalite report {folder} --open` shows the run, `megalite evaluate {folder}` scores it, "
-            f"`megalite export {folder} {folder}/hf` writes it for transformers"
+            f"`megalite export {folder} {export}` writes it for transformers"
         )
     elif code not in SAID_HOW and config.checkpoint.resume and ATTEMPT not in os.environ:  # else it is started again
         newest, _ = find_latest(checkpoints_of(config))
@@ -131,7 +132,8 @@ def _export_if_missing(config: Config, checkpoint: Path) -> None:
         try:
             export_hugging_face(checkpoint, folder, dtype=config.checkpoint.export_hf_dtype)
         except USER_ERRORS as error:  # no failure of the run, whose training is complete
-            log.error(f"{folder} is NOT made: {error}; by hand: megalite export {checkpoint} {folder}")
+            by_hand = ["megalite", "export", str(checkpoint), str(folder)]
+            log.error(f"{folder} is NOT made: {error}; by hand: {join(by_hand)}")
 
 
 def _mirror_if_missing(config: Config, url: str, checkpoint: Path) -> None:

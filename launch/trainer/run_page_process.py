@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 from pathlib import Path
+from shlex import join
 
 from launch.runtime.logs import get_logger
 from launch.runtime.modules import COMMAND_LINE, python_command
@@ -51,9 +52,7 @@ class RunPageProcess(Observer):
                 process_group=0,  # Ctrl-C is for the ranks
             )
         except subprocess.TimeoutExpired:
-            raise TimeoutError(
-                f"it took longer than {AT_MOST_S:.0f} s; `megalite {' '.join(command)}` writes it"
-            ) from None
+            raise TimeoutError(f"it took longer than {AT_MOST_S:.0f} s; `megalite {join(command)}` writes it") from None
         if done.returncode:
             reason = done.stderr.strip().rpartition("\n")[2][:LONGEST_REASON]
             raise RuntimeError(reason.removeprefix("megalite: error: ") or f"its process ended with {done.returncode}")

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from pydantic import ValidationError
@@ -238,7 +239,7 @@ def _kind_of_text(path: Path, text: str) -> Kind | None:
 
 
 def _of_another_stack(path: Path, kind: Kind | None) -> str:
-    command = f"`megalite config from {path} -o config.yaml` writes one"
+    command = f"`megalite config from {quote(str(path))} -o config.yaml` writes one"
     if kind is None:
         return f"{path} is no config in YAML: {command} from a file of DeepSpeed, Megatron-LM, GPT-NeoX or torchtitan"
     return f"{path} is a config of {stack(kind).name}: {command} for megalite from it"
@@ -260,7 +261,7 @@ def _unreadable(path: Path, error: OSError) -> str:
 def _config_of_folder(folder: Path) -> str:
     """Returns how to come to the config of a run from a folder."""
     if (folder / MODEL_CONFIG).is_file():
-        return f"write a config for the model with `megalite config init --from {folder} -o config.yaml`"
+        return f"write a config for the model with `megalite config init --from {quote(str(folder))} -o config.yaml`"
     return f"give {folder / 'config.yaml'}" if (folder / "config.yaml").is_file() else "give a config in YAML"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ def stream_records(path: Path, last_bytes: int | None = None, *, after_step: flo
     return filter(is_record, stream_lines(path, last_bytes, after_step=after_step))
 
 
-def is_record(value: dict[str, Any]) -> bool:
+def is_record(value: Mapping[str, Any]) -> bool:
     """Returns whether an object of a file is the record of a step: anybody may have added a line."""
     step, loss = value.get("step"), value.get("loss")
     is_step = isinstance(step, int | float) and not isinstance(step, bool) and step >= 1 and step == step // 1

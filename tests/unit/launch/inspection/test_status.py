@@ -12,12 +12,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from launch.errors import LaunchError
+from launch.inspection.files import check_is_run
 from launch.inspection.history import RunHistory
 from launch.inspection.listing import list_runs, row_of
 from launch.inspection.report import status_lines
 from launch.inspection.state import RunState
 from launch.inspection.status import as_json, read_status
 from launch.runtime.run_lock import LOCK, take_lock
+from megalite.config import ConfigError, load_config
 from megalite.resilience.rank_registry import RankFile
 from tests.unit.launch.inspection.conftest import MakeRun
 
@@ -295,3 +298,14 @@ def test_a_session_that_starts_is_counted_and_a_run_that_failed_says_how_it_goes
 
 def lines_of(folder: Path) -> list[str]:
     return list(status_lines(read_status(folder)))
+
+
+def test_commands_in_messages_can_be_pasted(tmp_path: Path) -> None:
+    """A path with a space is quoted, as a shell needs it."""
+    folder = tmp_path / "my runs"
+    folder.mkdir()
+    with pytest.raises(LaunchError, match=f"`megalite ls '{folder}'` lists the runs below it"):
+        check_is_run(folder)
+    (folder / "ds.toml").write_text("[a\n")
+    with pytest.raises(ConfigError, match=f"`megalite config from '{folder}/ds.toml' -o config.yaml`"):
+        load_config(folder / "ds.toml")
