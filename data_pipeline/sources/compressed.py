@@ -87,6 +87,8 @@ def refuse_other_kind(stream: io.BufferedReader, path: Place) -> None:
     start = stream.peek(_HEAD_BYTES)
     kind = next((kind for kind, bytes_ in _BEGINNINGS.items() if start.startswith(bytes_)), None)
     if kind is not None and not (_BEGINNINGS[kind].isascii() and _is_text(start[:_HEAD_BYTES])):
+        if is_compressed(path):
+            raise DataError(f"{path} holds {kind} data again inside its {_CODECS[path.suffix]} data: unpack it once")
         raise DataError(f"{path} is a {kind} file by its first bytes, and no text: give it the ending of what it is")
     if is_utf16(start[:_HEAD_BYTES]):
         raise not_utf8(str(path), start)

@@ -93,7 +93,7 @@ def migrate(kind: Kind, settings: Sequence[ForeignSetting], overrides: Sequence[
     stated, problems = _overrides(overrides)
     quantities = Quantities({}, kind)
     if not any(each.is_dumped for each in settings):
-        _take_defaults(kind, {normal_form(each.word) for each in settings}, migrated, quantities)
+        _take_defaults(kind, {normal_form(each.word): each.value for each in settings}, migrated, quantities)
     for each in settings:
         _apply(each, migrated, quantities)
     migrated.options |= stated
@@ -112,14 +112,16 @@ def migrate(kind: Kind, settings: Sequence[ForeignSetting], overrides: Sequence[
     return migrated
 
 
-def _take_defaults(kind: Kind, stated: set[str], migrated: MigratedConfig, quantities: Quantities) -> None:
+def _take_defaults(kind: Kind, stated: Mapping[str, Any], migrated: MigratedConfig, quantities: Quantities) -> None:
     """Takes the values that words have there which the files leave out."""
     for word, value in stack(kind).defaults.items():
         row = _row_of(word, TABLES[kind])
         assert row is not None, f"{word} has no row"
+        if any(stated.get(name) == AUTO for name in row.words):
+            continue  # the Trainer would fill it in, whatever is the default
         spelled = next(name for name in row.there.replace("`", "").split(", ") if normal_form(name) == word)
         _take(ForeignSetting(spelled, value, "", kind), row, migrated, quantities)
-        if not stated & set(row.words) and value not in (False, None):
+        if stated.keys().isdisjoint(row.words) and value not in (False, None):
             migrated.lines.append(Became(spelled, _text(value), "left out there", row.in_words))
 
 

@@ -106,7 +106,9 @@ def _layout(work: Derivation) -> None:
         work.set("parallel.pipeline_chunks", chunks)
     if options.get("parallel.pipeline_schedule") and pp == 1:
         work.derived["parallel.pipeline_schedule"] = "1f1b"
-    if (stage := given.get("zero_stage")) is not None:
+    if isinstance(stage := given.get("zero_stage"), str) and stage.isdigit():
+        work.problems.append(f'{given.word("zero_stage")} "{stage}" is text: write {stage}, without quotes')
+    elif stage is not None:
         work.set("parallel.zero_stage", max(1, stage) if isinstance(stage, int) else stage)
         if stage == 0:
             work.note("zero_stage", "parallel.zero_stage 1: there is no stage below it, and it computes the same")

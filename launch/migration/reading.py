@@ -110,6 +110,8 @@ def _mapping(path: Path, text: str) -> dict[str, Any] | None:
             return None
     except (tomllib.TOMLDecodeError, json.JSONDecodeError, ConfigError, RecursionError) as error:
         raise LaunchError(f"{path} cannot be read as {path.suffix[1:].upper()}: {error}") from None
+    if isinstance(values, str) and path.suffix == ".json":
+        raise LaunchError(f"{path} is no JSON: {values[:60]!r}")
     if not isinstance(values, dict):
         raise LaunchError(f"{path} must hold names and values, but holds {type(values).__name__} data")
     return values

@@ -109,8 +109,7 @@ class DataConfig(Section):
     """Conversations longer than a sample: an error, left out, or cut, as packing `concat` needs; other text is cut."""
 
     cache: Path | None = Field(default=None, examples=["/scratch/megalite"])
-    """Folder of each host for copies of the data at URLs (left out: `megalite/data` in `$XDG_CACHE_HOME`), and, if
-    it is set, for plans of packing that may not be written beside the tokens."""
+    """Folder of each host for copies of data at URLs (left out: in `$XDG_CACHE_HOME`) and, if set, plans of packing."""
 
     @property
     def prefixes(self) -> list[str]:

@@ -202,13 +202,7 @@ def _read_stated(path: Path, overrides: Sequence[str]) -> _Stated:
 def _read(path: Path) -> tuple[dict[str, Any], dict[LinePath, int]]:
     if str(path) == path.name and not path.exists() and (values := run_of(path.name)) is not None:
         return values, {}
-    try:
-        with path.open(encoding="utf-8") as file:
-            text = file.read(MOST_CHARACTERS + 1)
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
-    except OSError as error:
-        raise ConfigError(_unreadable(path, error)) from None
+    text = _read_text(path)
     try:
         values, lines = parse_yaml(text)
     except ConfigError as error:
@@ -230,6 +224,22 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[LinePath, int]]:
     if values.keys().isdisjoint(OWN_SECTIONS) and (kind := kind_of(values.keys() - Config.model_fields)):
         raise ConfigError(_of_another_stack(path, kind))
     return values, lines
+
+
+def _read_text(path: Path) -> str:
+    wide = f"{path} is not UTF-8 text, it looks like UTF-16: save it as UTF-8"
+    try:
+        with path.open(encoding="utf-8") as file:
+            text = file.read(MOST_CHARACTERS + 1)
+    except UnicodeDecodeError as error:
+        if error.object[:2] in (b"\xff\xfe", b"\xfe\xff"):
+            raise ConfigError(wide) from None
+        raise ConfigError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
+    except OSError as error:
+        raise ConfigError(_unreadable(path, error)) from None
+    if "\0" in text[:2]:
+        raise ConfigError(wide)
+    return text
 
 
 def _kind_of_text(path: Path, text: str) -> Kind | None:

@@ -336,7 +336,20 @@ def test_auto_of_the_trainer_is_left_to_the_user(tmp_path: Path) -> None:
     assert config.deepspeed == {"zero_optimization": {"offload_param": {"device": "cpu"}}}
     assert config.schedule.name == "constant"
     assert outcome(result, "optimizer.params.lr")[0] == "yours to set"
+    words = {"gradient_clipping": "auto", "zero_optimization": {"stage": "auto"}}
+    result = migrated(tmp_path, ds_json=json.dumps(words))
+    assert loaded(result).training.gradient_clipping != 0, "no default of DeepSpeed stands in for auto"
+    for word in ("gradient_clipping", "zero_optimization.stage"):
+        (line,) = [line for line in result.lines if line.word == word]
+        assert (line.value, line.outcome) == ("auto", "yours to set")
     assert {"training.global_batch_size", "model.hidden_size"} <= set(result.filled)
+
+
+def test_a_stage_in_quotes_and_a_file_that_is_no_json_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r'zero_optimization.stage "3" is text: write 3, without quotes'):
+        migrated(tmp_path, ds_json='{"zero_optimization": {"stage": "3"}}')
+    with pytest.raises(LaunchError, match=r"ds.json is no JSON: 'not json'"):
+        migrated(tmp_path, ds_json="not json")
 
 
 @pytest.mark.parametrize("kind", TABLES)

@@ -217,3 +217,10 @@ def test_a_path_that_a_shell_would_have_changed_is_refused(
 def test_paths_that_only_look_like_those_of_a_shell_are_kept(minimal: Path) -> None:
     assert str(load_config(minimal, ["run_dir=runs/a~b$"]).run_dir) == "runs/a~b$"
     assert str(load_config(minimal, ["data.cache=~/megalite"]).data.cache) == "~/megalite"
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
+def test_a_config_in_utf16_is_named(encoding: str, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_bytes("run_dir: x\n".encode(encoding))
+    with pytest.raises(ConfigError, match="it looks like UTF-16: save it as UTF-8"):
+        load_config(tmp_path / "config.yaml")
