@@ -45,7 +45,8 @@ from data_pipeline.samples.best_fit import BestFitSamples
 from data_pipeline.samples.dataset import PackedSamples, Samples
 from data_pipeline.samples.mix import Mix, MixedSamples, MixStage
 from data_pipeline.samples.packing_plan import PackingRequest, write_plan
-from data_pipeline.storage.indexed import IndexedTokens, IndexedWriter
+from data_pipeline.storage.indexed import IndexedTokens
+from data_pipeline.storage.indexed_writer import IndexedWriter
 from data_pipeline.storage.meta import CorpusMeta
 
 RESULTS = Path(__file__).parent / "results" / "data.md"

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from data_pipeline.errors import DataError, first_names
 from data_pipeline.prepare.parts import PartStore, RemainingPart
-from data_pipeline.storage.indexed import IndexedWriter
+from data_pipeline.storage.indexed_writer import IndexedWriter
 from data_pipeline.storage.loss_file import LossWriter, loss_path
 from data_pipeline.storage.meta import meta_path
 

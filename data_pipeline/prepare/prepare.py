@@ -32,7 +32,8 @@ from data_pipeline.prepare.workers import TaskDone, UnitTask, UnitWork, units_do
 from data_pipeline.sources.folders import repeated_files
 from data_pipeline.sources.lines import numbered_from_the_first
 from data_pipeline.storage.files import decimal_size, with_ending, write_atomically
-from data_pipeline.storage.indexed import IndexedTokens, token_dtype
+from data_pipeline.storage.indexed import IndexedTokens
+from data_pipeline.storage.indexed_writer import token_dtype
 from data_pipeline.storage.meta import CorpusMeta, read_meta
 from data_pipeline.tokenizers.training import TrainedTokenizer
 

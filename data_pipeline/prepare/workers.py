@@ -27,7 +27,7 @@ from data_pipeline.prepare.parts import PartStore, PartWriter
 from data_pipeline.prepare.piece_watch import LAST_WORDS, watch_pieces, watched
 from data_pipeline.prepare.plan import PreparationPlan
 from data_pipeline.prepare.units import unit_pieces
-from data_pipeline.storage.indexed import token_dtype
+from data_pipeline.storage.indexed_writer import token_dtype
 from data_pipeline.tokenizers.reading import UnusableTokenizer
 
 _REPORT_EVERY_S = 0.5

@@ -1,38 +1,32 @@
-"""Token files in Megatron's `.bin/.idx` format, read and written bit for bit.
+"""Token files in Megatron's `.bin/.idx` format, as they are read.
 
     PREFIX.bin   the token ids of all sequences, back to back, in one dtype
     PREFIX.idx   b"MMIDIDX\\0\\0", uint64 version = 1, uint8 dtype code, uint64 N sequences, uint64 D,
                  int32 lengths[N] (tokens), int64 pointers[N] (bytes into .bin), int64 document_indices[D]
 
 D is the number of documents + 1: document i is made of the sequences document_indices[i] up to
-document_indices[i+1]. All integers are little-endian. `IndexedWriter` makes one sequence per document, as
-Megatron's `preprocess_data.py` does; `IndexedTokens` reads files with several sequences per document too.
-Files written here load in Megatron.
+document_indices[i+1]. All integers are little-endian. Files with several sequences per document are read too;
+`indexed_writer.py` makes one of each, as Megatron's `preprocess_data.py` does.
 """
 
 import glob
 import hashlib
-import os
 import struct
-from array import array
-from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from data_pipeline.errors import DataError, first_names
 from data_pipeline.neighbours import nearest
-from data_pipeline.ownership import make_folder
-from data_pipeline.storage.files import StoredFile, open_anew, publish, sha256_of_file, with_ending
+from data_pipeline.storage.files import StoredFile, sha256_of_file, with_ending
 from data_pipeline.storage.loss_file import loss_path
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
-_HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequence count, document count + 1
-_INTEGER_CODES: dict[int, type[np.integer[Any]]] = {
+HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequence count, document count + 1
+INTEGER_CODES: dict[int, type[np.integer[Any]]] = {
     1: np.uint8,
     2: np.int8,
     3: np.int16,
@@ -41,16 +35,9 @@ _INTEGER_CODES: dict[int, type[np.integer[Any]]] = {
     8: np.uint16,
 }
 _FLOAT_CODES = {6: "float64", 7: "float32"}
-_CODES = {np.dtype(kind): code for code, kind in _INTEGER_CODES.items()}
-_LONGEST_DOCUMENT = 2**31 - 1  # lengths are int32
-_BLOCK = 1 << 18  # documents that are written or checked at once
+BLOCK = 1 << 18  # documents that are written or checked at once
 _SAMPLED_PIECES, _SAMPLED_TOKENS = 8, 1024  # read when a corpus without metadata is opened
 _Number = TypeVar("_Number", np.int32, np.int64)
-
-
-def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """Applies Megatron's rule (`DType.optimal_dtype`): uint16 below 65500 entries, int32 from there on."""
-    return np.dtype(np.uint16 if vocab_size < 65500 else np.int32)
 
 
 class IndexedTokens:
@@ -69,7 +56,7 @@ class IndexedTokens:
         self._bin, self._idx = (self._file(ending) for ending in (".bin", ".idx"))
         self.dtype, self._sequences, self._boundaries = self._read_header()
         self._width = self.dtype.itemsize
-        self._pointers_at = _HEADER.size + 4 * self._sequences
+        self._pointers_at = HEADER.size + 4 * self._sequences
         self._documents_at = self._pointers_at + 8 * self._sequences
         self._check_sizes()
         self.token_count = self._bin.size // self._width
@@ -135,17 +122,17 @@ class IndexedTokens:
     def check(self) -> None:
         """Reads the whole index. Raises DataError if its tables and the size of `.bin` contradict each other."""
         end = 0
-        for first in range(0, self._sequences, _BLOCK):
-            count = min(_BLOCK, self._sequences - first)
-            lengths = self._read_idx(_HEADER.size + 4 * first, count, np.int32)
+        for first in range(0, self._sequences, BLOCK):
+            count = min(BLOCK, self._sequences - first)
+            lengths = self._read_idx(HEADER.size + 4 * first, count, np.int32)
             ends = np.cumsum(lengths, dtype=np.int64) * self._width + end
             pointers = self._pointers(first, first + count)
             if lengths.min() < 0 or pointers[0] != end or not np.array_equal(pointers[1:], ends[:-1]):
                 raise self._damaged()
             end = int(ends[-1])
         before, are_equal = 0, self._sequences == len(self)
-        for first in range(0, self._boundaries, _BLOCK):
-            edges = self._read_idx(self._documents_at + 8 * first, min(_BLOCK, self._boundaries - first), np.int64)
+        for first in range(0, self._boundaries, BLOCK):
+            edges = self._read_idx(self._documents_at + 8 * first, min(BLOCK, self._boundaries - first), np.int64)
             if edges[0] < before or np.any(edges[1:] < edges[:-1]) or (first == 0 and edges[0] != 0):
                 raise self._damaged()
             are_equal = are_equal and np.array_equal(edges, np.arange(first, first + len(edges)))
@@ -201,11 +188,11 @@ class IndexedTokens:
 
     def _read_header(self) -> tuple[np.dtype[Any], int, int]:
         idx = self._idx.path
-        head = np.empty(min(_HEADER.size, self._idx.size), dtype=np.uint8)
+        head = np.empty(min(HEADER.size, self._idx.size), dtype=np.uint8)
         self._idx.read(0, head.data)
-        if len(head) < _HEADER.size:
-            raise DataError(f"{idx} is cut off inside its header ({len(head)} of {_HEADER.size} bytes): write it again")
-        magic, version, code, sequences, boundaries = _HEADER.unpack(head.data)
+        if len(head) < HEADER.size:
+            raise DataError(f"{idx} is cut off inside its header ({len(head)} of {HEADER.size} bytes): write it again")
+        magic, version, code, sequences, boundaries = HEADER.unpack(head.data)
         if magic != MAGIC:
             raise DataError(
                 f"{idx} is not a Megatron index (it starts with {magic!r}, not {MAGIC!r}): "
@@ -213,18 +200,18 @@ class IndexedTokens:
             )
         if version != VERSION:
             raise DataError(f"{idx} has index version {version}, but only version {VERSION} is known: write it again")
-        if code not in _INTEGER_CODES:
+        if code not in INTEGER_CODES:
             found = _FLOAT_CODES.get(code, "unknown")
             raise DataError(
                 f"{idx} has dtype code {code} ({found}), which holds no token ids: write it again as integers"
             )
-        expected, size = _HEADER.size + 12 * sequences + 8 * boundaries, self._idx.size
+        expected, size = HEADER.size + 12 * sequences + 8 * boundaries, self._idx.size
         if size != expected:
             raise DataError(
                 f"{idx} has {size} bytes, but {sequences} sequences and {boundaries} document boundaries take "
                 f"{expected}: it is truncated or damaged, write it again"
             )
-        return np.dtype(_INTEGER_CODES[code]), sequences, boundaries
+        return np.dtype(INTEGER_CODES[code]), sequences, boundaries
 
     def _check_sizes(self) -> None:
         """Raises DataError unless the last sequence ends where `.bin` does and the documents end with it."""
@@ -252,123 +239,3 @@ class IndexedTokens:
 
     def _damaged(self) -> DataError:
         return DataError(f"{self._idx.path} is damaged (its lengths, pointers and documents disagree): write it again")
-
-
-class IndexedWriter:
-    """Streams documents into a `.bin/.idx` pair; 4 bytes per document stay in memory.
-
-    Both files are written under temporary names and renamed by `finish`, the index last: a reader finds a
-    complete pair or none, and the next writer replaces the files that a killed one left. As a context manager it
-    finishes on success and removes its temporary files on an exception.
-    """
-
-    def __init__(self, prefix: Path | str, dtype: np.dtype[Any] | type[np.integer[Any]]) -> None:
-        self.prefix, self.dtype = Path(prefix), np.dtype(dtype)
-        if self.dtype not in _CODES:
-            raise DataError(
-                f"token files cannot hold {self.dtype}: use one of {', '.join(str(kind) for kind in _CODES)}"
-            )
-        self.token_count = 0
-        self._open_document_tokens = 0  # tokens written since the last document ended
-        self._lengths = array("i")
-        self._digest, self._index_digest = hashlib.sha256(), hashlib.sha256()
-        self._bin_temporary = with_ending(self.prefix, ".bin.tmp")
-        self._idx_temporary = with_ending(self.prefix, ".idx.tmp")
-        make_folder(self.prefix.parent)
-        self._stream = open_anew(self._bin_temporary)
-
-    @property
-    def document_count(self) -> int:
-        return len(self._lengths)
-
-    @property
-    def bin_sha256(self) -> str:
-        return self._digest.hexdigest()
-
-    @property
-    def idx_sha256(self) -> str:
-        """SHA-256 of the index; valid after `finish`."""
-        return self._index_digest.hexdigest()
-
-    def append(self, tokens: NDArray[Any], document_ends: NDArray[Any]) -> None:
-        """Writes `tokens`; `document_ends` [ends] are the ends of documents in them (exclusive, rising).
-
-        Tokens after the last end belong to a document that a later call ends.
-        """
-        limits = np.iinfo(self.dtype)
-        if tokens.dtype != self.dtype and len(tokens):
-            low, high = int(tokens.min()), int(tokens.max())
-            if low < limits.min or high > limits.max:
-                wrong = low if low < limits.min else high
-                raise DataError(
-                    f"token id {wrong} does not fit the {self.dtype} of {self.prefix}.bin: choose the dtype from the "
-                    "vocabulary that made the ids (token_dtype)"
-                )
-        content = np.ascontiguousarray(tokens, dtype=self.dtype).data
-        self._stream.write(content)
-        self._digest.update(content)
-        self.token_count += len(tokens)
-        if not len(document_ends):
-            self._open_document_tokens += len(tokens)
-            return
-        lengths = np.diff(document_ends.astype(np.int64), prepend=-self._open_document_tokens)
-        if int(lengths.max()) > _LONGEST_DOCUMENT:
-            raise DataError(
-                f"a document of {int(lengths.max())} tokens is too long for {self.prefix}.idx (at most "
-                f"{_LONGEST_DOCUMENT}): split it into several documents"
-            )
-        self._lengths.frombytes(lengths.astype(np.intc).tobytes())
-        self._open_document_tokens = len(tokens) - int(document_ends[-1])
-
-    def finish(self) -> None:
-        assert self._open_document_tokens == 0, "the last document was never ended"
-        self._stream.flush()
-        os.fsync(self._stream.fileno())
-        self._stream.close()
-        self._write_index()
-        idx = with_ending(self.prefix, ".idx")
-        idx.unlink(missing_ok=True)  # an older index must never be seen beside the new .bin
-        publish(self._bin_temporary, with_ending(self.prefix, ".bin"))
-        publish(self._idx_temporary, idx)
-
-    def abort(self) -> None:
-        with suppress(OSError):  # what is still to be written has no room either
-            self._stream.close()
-        self._bin_temporary.unlink(missing_ok=True)
-        self._idx_temporary.unlink(missing_ok=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is not None:
-            self.abort()
-            return
-        try:
-            self.finish()
-        except OSError:
-            self.abort()
-            raise
-
-    def _write_index(self) -> None:
-        lengths = np.frombuffer(self._lengths, dtype=np.intc) if self._lengths else np.empty(0, dtype=np.intc)
-        documents = len(lengths)
-        with open_anew(self._idx_temporary) as stream:
-
-            def write(content: bytes) -> None:
-                stream.write(content)
-                self._index_digest.update(content)
-
-            write(_HEADER.pack(MAGIC, VERSION, _CODES[self.dtype], documents, documents + 1))
-            write(lengths.astype("<i4").tobytes())
-            offset = 0
-            for start in range(0, documents, _BLOCK):
-                ends = offset + np.cumsum(lengths[start : start + _BLOCK], dtype=np.int64) * self.dtype.itemsize
-                write(np.concatenate(([offset], ends[:-1])).astype("<i8").tobytes())
-                offset = int(ends[-1])
-            for start in range(0, documents + 1, _BLOCK):
-                write(np.arange(start, min(start + _BLOCK, documents + 1), dtype="<i8").tobytes())
-            stream.flush()
-            os.fsync(stream.fileno())

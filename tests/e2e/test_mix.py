@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_pipeline.storage.indexed import IndexedWriter
+from data_pipeline.storage.indexed_writer import IndexedWriter
 from launch.inspection.data_audit import AuditedRun
 from tests.conftest import VOCAB_SIZE
 from tests.helpers.commands import metrics

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_pipeline.storage.indexed import IndexedWriter
+from data_pipeline.storage.indexed_writer import IndexedWriter
 from data_pipeline.tokenizers.training import python_stdlib_sources, train_tokenizer
 from tests.helpers.s3_fixtures import place, s3, s3_port
 

@@ -26,7 +26,8 @@ from data_pipeline.samples.best_fit import BestFitSamples
 from data_pipeline.samples.dataset import PackedSamples
 from data_pipeline.samples.mix import Mix, MixedSamples, MixStage
 from data_pipeline.samples.packing_plan import PackingRequest, write_plan
-from data_pipeline.storage.indexed import IndexedTokens, IndexedWriter
+from data_pipeline.storage.indexed import IndexedTokens
+from data_pipeline.storage.indexed_writer import IndexedWriter
 from tests.helpers.small_corpora import SMALL_CORPORA, SmallCorpora
 from tests.unit.data_pipeline.samples.test_dataset import EOS, give_meta, numbered_documents
 

@@ -22,7 +22,8 @@ from data_pipeline.samples.dataset import PackedSamples, Samples, TooLong
 from data_pipeline.samples.opening import content_digests, matching_meta
 from data_pipeline.samples.packing_plan import PackingRequest, write_plan
 from data_pipeline.storage.files import sha256_of_file
-from data_pipeline.storage.indexed import IndexedTokens, IndexedWriter
+from data_pipeline.storage.indexed import IndexedTokens
+from data_pipeline.storage.indexed_writer import IndexedWriter
 from data_pipeline.storage.loss_file import LossWriter, loss_path
 from data_pipeline.storage.meta import CorpusMeta
 from tests.helpers.hub_models import HubModel, disk_tensors

@@ -20,7 +20,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from data_pipeline.storage.indexed import IndexedTokens, IndexedWriter, token_dtype
+from data_pipeline.storage.indexed import IndexedTokens
+from data_pipeline.storage.indexed_writer import IndexedWriter, token_dtype
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(600)]
 

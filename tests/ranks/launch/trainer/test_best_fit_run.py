@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_pipeline.storage.indexed import IndexedWriter
+from data_pipeline.storage.indexed_writer import IndexedWriter
 from launch.inference.scored_data import EvaluateRequest
 from launch.inference.session import ModelPlacement
 from launch.trainer.data.packing import pack_data

@@ -14,7 +14,7 @@ from data_pipeline.errors import DataError
 from data_pipeline.samples.dataset import PackedSamples, Samples
 from data_pipeline.samples.mix import Mix, MixedSamples, MixStage
 from data_pipeline.samples.order import epoch_key, index_of_permuted, permuted_index
-from data_pipeline.storage.indexed import IndexedWriter
+from data_pipeline.storage.indexed_writer import IndexedWriter
 
 
 def write(prefix: Path, lengths: list[int]) -> Path:

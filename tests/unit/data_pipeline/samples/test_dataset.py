@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from data_pipeline.errors import DataError
 from data_pipeline.samples.dataset import PackedSamples
 from data_pipeline.samples.stream import is_held_out
-from data_pipeline.storage.indexed import IndexedTokens, IndexedWriter
+from data_pipeline.storage.indexed import IndexedTokens
+from data_pipeline.storage.indexed_writer import IndexedWriter
 from data_pipeline.storage.meta import CorpusMeta, meta_path
 from tests.helpers.small_corpora import SMALL_CORPORA, SmallCorpora
 

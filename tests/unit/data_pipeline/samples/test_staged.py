@@ -11,7 +11,7 @@ from data_pipeline.loader import BatchPlan, global_batch
 from data_pipeline.samples.dataset import PackedSamples
 from data_pipeline.samples.mix import Mix, MixedSamples, MixStage
 from data_pipeline.samples.staged import CutSamples
-from data_pipeline.storage.indexed import IndexedWriter
+from data_pipeline.storage.indexed_writer import IndexedWriter
 
 LONGEST = 32
 

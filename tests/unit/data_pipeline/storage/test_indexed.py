@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from data_pipeline.errors import DataError
-from data_pipeline.storage.indexed import IndexedTokens, IndexedWriter, token_dtype
+from data_pipeline.storage.indexed import IndexedTokens
+from data_pipeline.storage.indexed_writer import IndexedWriter, token_dtype
 
 DOCUMENTS = [[5, 6, 7], [], [65535], [1, 2]]
 

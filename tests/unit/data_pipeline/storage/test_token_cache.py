@@ -15,7 +15,8 @@ import pytest
 
 from data_pipeline.errors import DataError
 from data_pipeline.storage import token_cache
-from data_pipeline.storage.indexed import IndexedTokens, IndexedWriter
+from data_pipeline.storage.indexed import IndexedTokens
+from data_pipeline.storage.indexed_writer import IndexedWriter
 from data_pipeline.storage.loss_file import LossWriter
 from data_pipeline.storage.meta import CorpusMeta
 from data_pipeline.storage.token_cache import CorpusCopy

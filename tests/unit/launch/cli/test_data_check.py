@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_pipeline.storage.indexed import IndexedWriter
+from data_pipeline.storage.indexed_writer import IndexedWriter
 from tests.unit.launch.cli.test_mistakes import command
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_pipeline.storage.indexed import IndexedWriter
+from data_pipeline.storage.indexed_writer import IndexedWriter
 from data_pipeline.storage.meta import read_meta
 from tests.conftest import VOCAB_SIZE, write_config
 from tests.helpers.commands import command_line

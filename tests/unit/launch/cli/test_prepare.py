@@ -182,7 +182,7 @@ def test_a_full_disk_is_one_sentence_and_the_same_command_goes_on(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr("data_pipeline.storage.indexed.IndexedWriter._write_index", full)
+        patch.setattr("data_pipeline.storage.indexed_writer.IndexedWriter._write_index", full)
         code, out, err = run(USUAL, monkeypatch, capfd)
     assert (code, out) == (2, "") and err == (
         "megalite: error: data/mine.bin: the disk is full: free some space and give the same command, which goes on: "

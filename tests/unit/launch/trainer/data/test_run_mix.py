@@ -14,7 +14,7 @@ import yaml
 
 from data_pipeline.errors import DataError
 from data_pipeline.samples.mix import MixedSamples
-from data_pipeline.storage.indexed import IndexedWriter
+from data_pipeline.storage.indexed_writer import IndexedWriter
 from launch.trainer.data.opening import RunData, open_data
 from launch.trainer.data.run_mix import FollowedMix
 from launch.trainer.start.resume import _check_data
