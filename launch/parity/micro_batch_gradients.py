@@ -77,8 +77,8 @@ class MicroBatchGradients:
         """Adds the part of the head's rank to the embedding's, before the first use of either."""
         if self._tied is None:
             return
-        (_, weight, group), self._tied = self._tied, None
-        embedding, head = dist.get_process_group_ranks(group)
+        tied, self._tied = self._tied, None
+        weight, group, (embedding, head) = tied.weight, tied.group, tied.ranks
         if not isinstance(weight, nn.Parameter):
             dist.send(self._both(weight), dst=embedding, group=group)
             return

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from megalite.config import Config, ResolvedLayout
 from megalite.config.rules.float8 import check_float8_package
 from megalite.engine.deepspeed.process_groups import share_timeout
-from megalite.engine.engine import Engine, PlainEngine
+from megalite.engine.engine import Engine
 from megalite.engine.pipeline.pipelined import PipelinedEngine
+from megalite.engine.plain import PlainEngine
 from megalite.parallel.float8 import check_float8_device
 from megalite.parallel.layers import LayerSpec
 from megalite.parallel.mesh import Mesh

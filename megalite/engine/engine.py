@@ -1,4 +1,4 @@
-"""One `train_step` over DeepSpeed's plain engine, whether or not the model is cut into pipeline stages.
+"""One `train_step` over DeepSpeed's engine, whether or not the model is cut into pipeline stages.
 
 In: micro-batches of token ids as numpy arrays. Out: the loss, the gradient norm before clipping, whether the step
 was skipped. The loss and its gradient are the mean over the valid tokens of the whole global batch, however it is cut
@@ -8,53 +8,42 @@ micro-batch's summed loss is weighted by `replicas / valid tokens of the global 
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
-from pydantic import ValidationError
 from torch import Tensor
 
-from megalite.config import Config, ConfigError, ResolvedLayout
+from megalite.config import Config, ResolvedLayout
 from megalite.config.batch_stages import BatchShape, shapes_of
 from megalite.config.layout import reduces_beside_backward
 from megalite.engine.batch_transfer import BatchTransfer, DeviceBatch, MicroBatch
-from megalite.engine.compilation import compile_blocks
-from megalite.engine.deepspeed.backward import backward
-from megalite.engine.deepspeed.config import deepspeed_config
-from megalite.engine.deepspeed.internals import (
-    clear_gradient_partitions,
-    flat_groups,
-    quiet_stdout,
-    set_batch_size,
-    share_fp32_weights,
-    stay_at_smallest_loss_scale,
-)
-from megalite.engine.deepspeed.process_groups import Grid, group_timeout, tensor_parallel_of
-from megalite.engine.optimizers.build import build_optimizer
-from megalite.engine.optimizers.cpu_adam import BUILD_LIMIT, why_no_cpu_adam
+from megalite.engine.deepspeed.internals import flat_groups, quiet_stdout
+from megalite.engine.deepspeed.process_groups import Grid, tensor_parallel_of
+from megalite.engine.deepspeed.step import set_batch_size
+from megalite.engine.initialization import initialize
 from megalite.engine.optimizers.muon import Muon
 from megalite.engine.reduction.gradient_reduction import GradientReducer
 from megalite.engine.reduction.partitioned_step import PartitionedStep, partition_reductions
-from megalite.engine.stages import Chunk, Labels, TiedWeight
+from megalite.engine.reduction.reduction import DeepSpeedReduction, Reduction
+from megalite.engine.stages import Labels
 from megalite.engine.statistics.expert_bias import ExpertBias
 from megalite.engine.statistics.expert_counts import ExpertCounts
 from megalite.engine.statistics.source_losses import SourceLosses
-from megalite.engine.step_gate import GatedStep, StepGate
+from megalite.engine.step_decision import StepDecision, StepGate
+from megalite.engine.step_participant import StepParticipant
 from megalite.engine.step_result import Readback, StepResult
 from megalite.parallel.expert_balance import expert_balances
-from megalite.parallel.layers import BlockInput, LayerSpec, named_shards
+from megalite.parallel.layers import BlockInput, named_shards
 from megalite.parallel.loss import IGNORED
 from megalite.parallel.mesh import Mesh
 from megalite.tracing.activity import Activity, Operation, Phase
 
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from megalite.engine.pipeline.tying import TiedWeight
 
 
 class Engine(ABC):
@@ -83,68 +72,45 @@ class Engine(ABC):
         self.runs_ahead = False  # the device works while the host goes on: results may be read a step late
 
     def _initialize(self, model: torch.nn.Module) -> None:
-        compile_blocks(model, self.config, torch.device(get_accelerator().current_device_name()), self._tp)
-        for _, parameter in named_shards(model):
-            # DeepSpeed's norm counts an unmarked parameter on tensor-parallel rank 0 only, a marked one on every rank
-            parameter.tensor_model_parallel = not parameter.shard.is_replicated  # type: ignore[attr-defined]
-        is_ours = reduces_beside_backward(self.config)
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.torch_optimizer = build_optimizer(
-            trained,
-            self.config.optimizer,
-            bucket_size=self.config.parallel.gradient_bucket_size if is_ours else None,
-            has_cpu_adam=self._has_cpu_adam(),
-        )
-        options = deepspeed_config(self.config, self.layout)
-        try:
-            with quiet_stdout():
-                self.deepspeed, *_ = deepspeed.initialize(
-                    model=model, optimizer=self.torch_optimizer, mpu=self._grid, config=options
-                )
-        except ValidationError as error:  # a value of the section `deepspeed`
-            first = error.errors()[0]
-            option = ".".join(map(str, first["loc"]))
-            raise ConfigError(f"section deepspeed: DeepSpeed refuses {option}: {first['msg']}: correct it") from None
-        self.balances = list(expert_balances(model))
-        if self.balances:
-            self.expert_counts = ExpertCounts(self.balances, self.deepspeed.device)
-        if self.config.training.router.bias_rate:
-            self.bias_experts()
-        if self.config.data.sources:
-            self.source_losses = SourceLosses(len(self.config.data.sources), self.deepspeed.device)
-        share_fp32_weights(self.deepspeed.optimizer)
-        stay_at_smallest_loss_scale(self.deepspeed.optimizer)
+        self.deepspeed, self.torch_optimizer = initialize(model, self.config, self.layout, self._grid, self._tp)
+        is_ours, device = reduces_beside_backward(self.config), self.deepspeed.device
+        may_be_late = is_ours and self.config.precision.dtype != "fp16"  # whose loss scale the host keeps
+        self.decision = StepDecision(self.deepspeed, self._tp, may_be_late=may_be_late)
+        self.reduction: Reduction = DeepSpeedReduction(self.deepspeed.optimizer)
+        if is_ours:
+            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            self.partitioned_step = partition_reductions(
+                self.deepspeed, trained, self.config, self.activity, self._tp, self.decision
+            )
+            self.reduction = self.partitioned_step.reducer
         if isinstance(self.torch_optimizer, Muon):
             groups = flat_groups(self.deepspeed.optimizer)
             self.torch_optimizer.connect(groups, self.data_parallel_group(), self._tp)
-        if is_ours:
-            self.partitioned_step = partition_reductions(self.deepspeed, trained, self.config, self.activity, self._tp)
-        self._transfer = BatchTransfer(self.deepspeed.device, has_dropout=self.config.model.has_dropout)
-        self.runs_ahead = self.deepspeed.device.type == "cuda"
+        self._participants: list[StepParticipant] = [] if self.tied_weight is None else [self.tied_weight]
+        self.balances = list(expert_balances(model))
+        if self.balances:
+            self.expert_counts = ExpertCounts(self.balances, device)
+            self._participants.append(self.expert_counts)
+        if self.config.training.router.bias_rate:
+            self.bias_experts()
+        if self.config.data.sources:
+            self.source_losses = SourceLosses(len(self.config.data.sources), device)
+            self._participants.append(self.source_losses)
+        self._transfer = BatchTransfer(device, has_dropout=self.config.model.has_dropout)
+        self.runs_ahead = device.type == "cuda"
 
     def bias_experts(self) -> None:
         """Lets this rank's routers choose with a bias, zeros until it is loaded or moved by a step."""
         if self.expert_counts is not None and self.expert_bias is None:
             replicas = self.data_parallel_group() if self.mesh.data_parallel_size > 1 else None
             rate, counts = self.config.training.router.bias_rate, self.expert_counts.chosen
-            self.expert_bias = ExpertBias(self.balances, rate, replicas, counts)
+            self.expert_bias = ExpertBias(self.balances, rate, replicas, counts, self.activity)
+            self._participants.append(self.expert_bias)
 
     @property
     def reducer(self) -> GradientReducer | None:
         """The reducer of gradients; None if DeepSpeed reduces them."""
         return None if self.partitioned_step is None else self.partitioned_step.reducer
-
-    def _has_cpu_adam(self) -> bool:
-        """Returns whether the optimizer is DeepSpeed's Adam for the CPU; says so, or why it is torch's. Collective."""
-        if self.config.offload.optimizer == "none" or self.config.optimizer.name != "adamw":
-            return False
-        reason = why_no_cpu_adam(min(BUILD_LIMIT, group_timeout() / 2))
-        if dist.get_rank() == 0:
-            chosen = "DeepSpeed's Adam for the CPU"
-            if reason is not None:
-                chosen = f"torch's fused AdamW on the CPU, as DeepSpeed's is not usable: {reason}"
-            log.info(f"offload.optimizer cpu: the update is {chosen}")
-        return reason is None
 
     @property
     @abstractmethod
@@ -190,15 +156,6 @@ class Engine(ABC):
         numbers = self._over_replicas(torch.cat([loss.double().view(1), self.source_losses.sums.flatten()]))
         return (numbers[0] / replicas).float(), numbers[1:].view(2, -1)
 
-    @torch.no_grad()
-    def share_tied_weight(self) -> None:
-        """Copies a tied weight to the rank that holds the copy, as every change demands; collective over the two."""
-        if self.tied_weight is None:
-            return
-        ranks = tuple(dist.get_process_group_ranks(self.tied_weight.group))
-        self.activity.record_op(Operation.UNITE_TIED_WEIGHTS, peers=ranks)
-        dist.broadcast(self.tied_weight.weight.data, src=ranks[0], group=self.tied_weight.group)
-
     @property
     def micro_batches(self) -> int:
         """Micro-batches per step on each replica."""
@@ -236,54 +193,32 @@ class Engine(ABC):
         for group in self.torch_optimizer.param_groups:
             group["lr"] = learning_rate
         weight = self._token_weight(micro_batches)
-        self._begin_balances()
-        if self.layout.zero_stage == 3:
-            clear_gradient_partitions(self.deepspeed.optimizer)
-        if self.source_losses is not None:
-            self.source_losses.begin_step(micro_batches)
-        if self.reducer is not None:
-            self.reducer.begin(self.micro_batches)
+        self._scale_balances()
+        for participant in self._participants:
+            participant.begin_step(micro_batches)
+        self.reduction.begin(self.micro_batches)
         micro_losses = self._accumulate_gradients(self._transfer(micro_batches), weight)
-        losses = cache(lambda: self._reduced_losses(micro_losses))
-
-        def loss() -> Tensor:
-            return losses()[0]
-
-        decides_late, skipped_before = self.decides_late(gate), self.deepspeed.skipped_steps
-        step = GatedStep(None if decides_late else gate, self.deepspeed.optimizer, self._tp)
-        if self.partitioned_step is not None:
-            self.partitioned_step.reducer.finish()
-            self.partitioned_step.waits, self.partitioned_step.holds = not decides_late, gate is not None
-            self.partitioned_step.read = step.reads(loss) if gate is not None and gate.waits else float
-        with step.open(loss):
+        self.reduction.finish()
+        losses = cache(partial(self._reduced_losses, micro_losses))  # collective, and the gate may ask before the end
+        with self.decision.about(gate, lambda: losses()[0]):
             self.activity.record_op(Operation.OPTIMIZER, peers=self.activity.peers.everyone)
             self.deepspeed.step()
-        if self.tied_weight is not None and self.tied_weight.weight.requires_grad:
-            self.share_tied_weight()
-        is_left_out = self.deepspeed.skipped_steps > skipped_before
-        skipped: Tensor | bool = is_left_out and not step.refused
-        part_norms, is_skipped = None, None
-        if decides_late:
-            assert self.partitioned_step is not None
-            skipped = is_skipped = self.partitioned_step.is_skipped
-            part_norms = self.partitioned_step.part_norms
-        usage = None if self.expert_counts is None else self.expert_counts.usage()  # before replicas add theirs up
-        if self.expert_bias is not None and self.config.training.router.bias_rate and not is_left_out:
-            self.activity.record_op(Operation.BALANCE_EXPERTS, peers=self.activity.peers.data)
-            self.expert_bias.update(is_skipped)
+        for participant in self._participants:
+            participant.after_step(self.decision)
         self.activity.record_op(Operation.LOSS, peers=self._loss_peers)
-        (mean_loss, by_source), norm = losses(), self.deepspeed.get_global_grad_norm()
-        readback = Readback(mean_loss, norm, skipped, usage, by_source)
+        (loss, by_source), norm = losses(), self.deepspeed.get_global_grad_norm()
+        usage = None if self.expert_counts is None else self.expert_counts.usage
+        readback = Readback(loss, norm, self.decision.skipped, usage, by_source)
         self.activity.record_op(Operation.FINISH, peers=self.activity.peers.everyone)
-        return StepResult(readback, step.refused, tuple(micro_losses), weight, part_norms)
+        norms = self.partitioned_step.part_norms if self.partitioned_step and self.decides_late(gate) else None
+        return StepResult(readback, self.decision.refused, tuple(micro_losses), weight, norms)
 
     def decides_late(self, gate: StepGate | None) -> bool:
         """Returns whether a step that is not finite is skipped on the device, without the host, which hears of it late.
 
         It is not where the gate has to be asked, in fp16, whose loss scale the host keeps, or where DeepSpeed decides.
         """
-        is_ours = self.partitioned_step is not None and self.config.precision.dtype != "fp16"
-        return is_ours and (gate is None or not gate.waits)
+        return self.decision.is_late(gate)
 
     def reads_late(self, gate: StepGate | None) -> bool:
         """Returns whether the loop should read the result of a step when it has begun the next one."""
@@ -291,8 +226,7 @@ class Engine(ABC):
 
     def allow_updates(self) -> None:
         """Lets steps change weights again after one that was skipped on the device, and held back the next ones."""
-        if self.partitioned_step is not None:
-            self.partitioned_step.allow_updates()
+        self.decision.allow_updates()
 
     def evaluate(self, micro_batches: Sequence[MicroBatch], count: int) -> Tensor:
         """Returns the mean loss over the valid tokens of all replicas' micro-batches, `count` on each."""
@@ -326,14 +260,12 @@ class Engine(ABC):
             dist.all_reduce(total, group=self.data_parallel_group())
         return self.mesh.data_parallel_size / total.clamp(min=1.0)
 
-    def _begin_balances(self) -> None:
-        """Makes routers add the mean over the sequences of the global batch, and count their choices from zero."""
+    def _scale_balances(self) -> None:
+        """Makes routers add the mean over the sequences of the global batch."""
         sequences = self.shape.global_batch_size / self.mesh.data_parallel_size  # gradients are averaged
         loss_scale = float(getattr(self.deepspeed.optimizer, "loss_scale", 1.0))  # BF16_Optimizer has none
         for _, _, balance in self.balances:
             balance.losses, balance.scale = self.config.training.router, loss_scale / sequences
-        if self.expert_counts is not None:
-            self.expert_counts.begin_step()
 
     def _labels(self, batch: DeviceBatch, weight: Tensor) -> Labels:
         """Builds what the loss is computed from."""
@@ -344,47 +276,3 @@ class Engine(ABC):
     def _first_input(self, batch: DeviceBatch) -> BlockInput:
         """Builds the first layer's input: tokens, and positions and sample ids where documents or dropout need them."""
         return BlockInput(batch.tokens, batch.positions, batch.samples, batch.documents)
-
-
-class PlainEngine(Engine):
-    """Trains a model that is not cut into stages."""
-
-    def __init__(
-        self, specs: Sequence[LayerSpec], config: Config, layout: ResolvedLayout, mesh: Mesh, activity: Activity
-    ) -> None:
-        super().__init__(config, layout, mesh, activity)
-        self._initialize(Chunk(specs, config, self._tp, is_last=True))
-
-    @property
-    def needs_data(self) -> bool:
-        return True
-
-    @property
-    def _loss_peers(self) -> tuple[int, ...]:
-        return self.activity.peers.data
-
-    def _accumulate_gradients(self, micro_batches: Sequence[DeviceBatch], weight: Tensor) -> list[Tensor]:
-        losses = []
-        for number, batch in enumerate(micro_batches, start=1):
-            loss = self._loss(number, batch, weight)
-            losses.append(loss.detach())
-            self.activity.record_op(Operation.BACKWARD, number, self._backward_peers)
-            backward(self.deepspeed, loss)
-        return losses
-
-    def _evaluate(self, micro_batches: Sequence[DeviceBatch], count: int, weight: Tensor) -> list[Tensor]:
-        return [self._loss(number, batch, weight) for number, batch in enumerate(micro_batches, start=1)]
-
-    def _loss(self, number: int, batch: DeviceBatch, weight: Tensor) -> Tensor:
-        self.activity.record_op(Operation.LOAD, number)
-        inputs, labels = self._first_input(batch), self._labels(batch, weight)
-        self.activity.record_op(Operation.FORWARD, number, self._forward_peers)
-        loss: Tensor = self.deepspeed(inputs, labels)
-        return loss
-
-    def logits(self, micro_batch: MicroBatch) -> Tensor:
-        self.deepspeed.eval()
-        with torch.no_grad():
-            logits: Tensor = self.deepspeed(self._first_input(*self._transfer([micro_batch])))
-        self.deepspeed.train()
-        return logits

@@ -23,7 +23,6 @@ from deepspeed.utils import (
 from torch import Tensor, nn
 
 from megalite.engine.deepspeed.internals import (
-    flat_partitions,
     is_partitioned,
     is_swapped,
     link_optimizer_state,
@@ -31,6 +30,7 @@ from megalite.engine.deepspeed.internals import (
     owned_fp32_values,
     unreplicated_partition,
 )
+from megalite.engine.deepspeed.step import flat_partitions
 from megalite.engine.engine import Engine
 from megalite.engine.optimizers.adamw import CompactAdamW
 from megalite.engine.optimizers.build import MOMENTS
@@ -164,7 +164,8 @@ def write_weight(parameter: nn.Parameter, value: Tensor) -> None:
 def refresh(engine: Engine) -> None:
     """Copies the written fp32 weights to the compute weights of all ranks; collective."""
     _refresh_parameters(engine)
-    engine.share_tied_weight()
+    if engine.tied_weight is not None:
+        engine.tied_weight.share()
 
 
 def _refresh_parameters(engine: Engine) -> None:

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalite.config import Config
@@ -84,44 +83,3 @@ class Stage(nn.Module):
     def forward(self, run: Callable[[], Tensor]) -> Tensor:
         """Returns what `run` returns."""
         return run()
-
-
-class TiedHead:
-    """A tied head on another rank than its embedding: a copy of that weight, and the sum of its gradients.
-
-    The copy is a plain tensor, no parameter, so that nobody shards, steps, counts or saves it.
-    """
-
-    def __init__(self, module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-        parameter = module.weight
-        assert isinstance(parameter, nn.Parameter)
-        self.name: str = parameter.shard.name  # type: ignore[attr-defined]
-        del module.weight
-        is_trained = parameter.requires_grad
-        self.weight = module.weight = parameter.detach().to(device, dtype).requires_grad_(is_trained)
-        self._gradient: Tensor | None = None
-        self._received = 0  # gradients in it
-        if is_trained:
-            self.weight.register_post_accumulate_grad_hook(self._add)
-
-    def _add(self, weight: Tensor) -> None:
-        assert weight.grad is not None
-        self._gradient = weight.grad.float() if self._gradient is None else self._gradient.add_(weight.grad)
-        self._received += 1
-        weight.grad = None
-
-    def take_gradient(self, micro_batches: int) -> Tensor:
-        """Returns the gradient summed over the step's micro-batches, `[vocab/tp, hidden]` in fp32. Raises RuntimeError
-        if that of one never came."""
-        gradient, received, self._gradient, self._received = self._gradient, self._received, None, 0
-        if gradient is None or received < micro_batches:
-            raise RuntimeError(f"only {received} of {micro_batches} gradients of the tied head {self.name} came")
-        return gradient
-
-
-class TiedWeight(NamedTuple):
-    """A weight that another rank holds too, on one of the two."""
-
-    name: str  # canonical
-    weight: Tensor  # that the model computes with, `[vocab/tp, hidden]`
-    group: dist.ProcessGroup  # of both ranks

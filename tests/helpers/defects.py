@@ -15,7 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import megalite.engine.engine as engine
+import megalite.engine.initialization as initialization
 import megalite.engine.pipeline.pipelined as pipelined
+import megalite.engine.pipeline.tying as tying
 import megalite.engine.stages as stages
 import megalite.parallel.linear as linear
 import megalite.parallel.norm as norm
@@ -75,7 +77,7 @@ def gradient_divided_by_accumulation() -> None:
 
 
 def norm_drops_shards() -> None:
-    original = engine.build_optimizer
+    original = initialization.build_optimizer
 
     def unmarked(parameters: Any, *arguments: Any) -> Any:
         """The engine has marked the parameters by now, and DeepSpeed has not yet looked at them."""
@@ -84,12 +86,12 @@ def norm_drops_shards() -> None:
             parameter.tensor_model_parallel = False
         return original(listed, *arguments)
 
-    engine.build_optimizer = unmarked
+    initialization.build_optimizer = unmarked
 
 
 def tied_copies_go_their_own_way() -> None:
     """The head computes with the embedding's initial weight for ever."""
-    engine.Engine.share_tied_weight = lambda self: None  # type: ignore[method-assign]
+    tying.TiedWeight.share = lambda self: None  # type: ignore[method-assign]
 
 
 def tied_gradient_is_forgotten() -> None:
@@ -140,14 +142,14 @@ def _decay_everything(parameters: Any, options: Any, **_: Any) -> Any:
 
 
 def weight_decay_on_norms() -> None:
-    engine.build_optimizer = _decay_everything
+    initialization.build_optimizer = _decay_everything
 
 
 def weight_decay_on_norms_under_zero_2() -> None:
-    original, initialize = engine.build_optimizer, engine.Engine._initialize
+    original, initialize = initialization.build_optimizer, engine.Engine._initialize
 
     def initialize_by_stage(self: Any, *arguments: Any) -> None:
-        engine.build_optimizer = _decay_everything if self.layout.zero_stage == 2 else original
+        initialization.build_optimizer = _decay_everything if self.layout.zero_stage == 2 else original
         initialize(self, *arguments)
 
     engine.Engine._initialize = initialize_by_stage  # type: ignore[method-assign]
@@ -291,8 +293,8 @@ def schedule_is_ignored() -> None:
 
 def gradients_are_summed_in_16_bits() -> None:
     """DeepSpeed's default: replicas sum in the format of the weights, whatever that of accumulation is."""
-    original = engine.deepspeed_config
-    engine.deepspeed_config = lambda *arguments: original(*arguments) | {"communication_data_type": "bf16"}
+    original = initialization.deepspeed_config
+    initialization.deepspeed_config = lambda *arguments: original(*arguments) | {"communication_data_type": "bf16"}
     begin = GradientReducer.begin
 
     def begin_in_bf16(self: Any, micro_batches: int) -> None:

@@ -1,8 +1,8 @@
 """Uses of private parts of DeepSpeed and torch, each with the file of DeepSpeed 0.19.8 that it depends on.
 
-Two groups: ZeRO's partitions and loss scale; imports and process groups. A test in test_internals.py, or in
-test_deepspeed_accumulation.py about gradients, fails when such a part moves or the defect behind it is gone. No other
-module touches a private name of DeepSpeed, except `GatedStep` in step_gate.py, which is entered by every step.
+Two groups: ZeRO's partitions and loss scale; imports and process groups. Those that each step enters are in step.py. A
+test in test_internals.py, or in test_deepspeed_accumulation.py about gradients, fails when such a part moves or the
+defect behind it is gone. No other module touches a private name of DeepSpeed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import contextlib
 import importlib
 import io
 import logging
-import math
 import warnings
 from collections.abc import Iterator
 from datetime import timedelta
@@ -23,32 +22,6 @@ import torch
 from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
 
 # ZeRO's partitions and loss scale
-
-FLAT_PARTITIONS = (
-    "single_partition_of_fp32_groups",  # DeepSpeedZeroOptimizer, runtime/zero/stage_1_and_2.py
-    "fp32_groups_flat_partition",  # BF16_Optimizer, runtime/bf16_optimizer.py
-    "fp32_partitioned_groups_flat",  # DeepSpeedZeroOptimizer_Stage3, runtime/zero/stage3.py
-)
-
-
-def flat_partitions(optimizer: Any) -> list[torch.Tensor]:
-    """Returns the flat fp32 partitions that the torch optimizer updates on this rank, one per parameter group."""
-    for name in FLAT_PARTITIONS:
-        if hasattr(optimizer, name):
-            return list(getattr(optimizer, name))
-    raise AssertionError(f"{type(optimizer).__name__} holds none of {FLAT_PARTITIONS}: DeepSpeed has renamed it")
-
-
-def set_batch_size(engine: Any, global_batch_size: int, micro_batch_size: int) -> None:
-    """Tells an engine and its optimizer of steps of another size.
-
-    `set_train_batch_size` (runtime/engine.py) leaves out the copy in stage_1_and_2.py, by which an offloaded optimizer
-    decides whether a step's gradients are in the memory of the host when it takes their norm, and that in stage3.py.
-    """
-    engine.set_train_micro_batch_size(micro_batch_size)
-    engine.set_train_batch_size(global_batch_size)
-    if hasattr(engine.optimizer, "gradient_accumulation_steps"):
-        engine.optimizer.gradient_accumulation_steps = engine.gradient_accumulation_steps()
 
 
 def link_optimizer_state(optimizer: Any) -> None:
@@ -193,16 +166,6 @@ def let_stages_differ() -> None:
     coordinator.assert_ints_same_as_other_ranks = lambda _: None
 
 
-def clear_gradient_partitions(optimizer: Any) -> None:
-    """Clears ZeRO-3's gradients before a step.
-
-    `partition_grads` (runtime/zero/stage3.py) overwrites gradients in the first backward of a step and adds to them in
-    the others: a parameter that the first one does not touch would keep the gradient of the step before.
-    """
-    for partition in getattr(optimizer, "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition", {}).values():
-        partition.zero_()
-
-
 class FlatGroup(NamedTuple):
     """One parameter group of ZeRO-1: its parameters are views of one flat tensor, cut evenly over the replicas."""
 
@@ -238,26 +201,6 @@ def take_over_reduction(engine: Any) -> tuple[list[FlatGroup], Any]:
     if isinstance(optimizer, bf16_optimizer.BF16_Optimizer):
         optimizer.clear_hp_grads = lambda: None
     return flat_groups(optimizer), optimizer.dp_process_group
-
-
-def takes_step(optimizer: Any, norm: torch.Tensor, norm_on_host: float) -> bool:
-    """Decides by the gradients' norm whether a step of ZeRO-1 is taken, where DeepSpeed's own step does, so that
-    `GatedStep` is asked too; records the norm, infinite if not.
-
-    It is of the gradients without fp16's loss scale, which is updated.
-    """
-    if isinstance(optimizer, bf16_optimizer.BF16_Optimizer):
-        optimizer.overflow = bf16_optimizer.is_invalid_grad_norm(norm_on_host)
-    else:
-        optimizer.overflow = not math.isfinite(norm_on_host)
-        optimizer._update_scale(optimizer.overflow)
-    optimizer._global_grad_norm = float("inf") if optimizer.overflow else norm
-    return not optimizer.overflow
-
-
-def leave_to_device(optimizer: Any, norm: torch.Tensor) -> None:
-    """Records the norm of a step of ZeRO-1 about which the device decides: DeepSpeed's step sees one that is taken."""
-    optimizer.overflow, optimizer._global_grad_norm = False, norm
 
 
 LOSS_SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalite.engine.deepspeed.backward import Handover
+from megalite.engine.pipeline.handover import Handover
 from megalite.engine.pipeline.stage_messages import MessageLayout, Transport
 from megalite.engine.stages import Chunk, Labels
 from megalite.parallel.layers import BlockInput

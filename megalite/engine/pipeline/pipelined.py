@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from megalite.config import Config, ResolvedLayout
 from megalite.config.batch_stages import BatchShape
 from megalite.engine.batch_transfer import DeviceBatch, MicroBatch
-from megalite.engine.deepspeed.backward import Handover
 from megalite.engine.deepspeed.internals import let_stages_differ
 from megalite.engine.engine import Engine
+from megalite.engine.pipeline.handover import Handover
 from megalite.engine.pipeline.pipeline_runtime import ProgramRun, StageContext
 from megalite.engine.pipeline.stage_messages import MessageLayout, PipelineGroups
-from megalite.engine.stages import TORCH_DTYPES, Chunk, Labels, Stage, TiedHead, TiedWeight
+from megalite.engine.pipeline.tying import TiedHead, TiedWeight
+from megalite.engine.stages import TORCH_DTYPES, Chunk, Labels, Stage
 from megalite.parallel.layers import BlockInput, LayerSpec
 from megalite.parallel.mesh import Mesh, stage_boundaries
 from megalite.parallel.weight_gradients import put_off_weight_gradients
@@ -98,11 +99,11 @@ class PipelinedEngine(Engine):
         if self.coordinate.pipeline_rank == first:
             weight = chunks[0].serial.layers[module_key].weight
             assert isinstance(weight, nn.Parameter)
-            self.tied_weight = TiedWeight(weight.shard.name, weight, group)  # type: ignore[attr-defined]
+            self.tied_weight = TiedWeight(weight.shard.name, weight, group, self.activity)  # type: ignore[attr-defined]
         elif self.coordinate.pipeline_rank == last:
             module = chunks[len(self._placement) - 1].serial.layers[module_key]
             self._tied_head = TiedHead(module, TORCH_DTYPES[self.config.precision.dtype], self._device)
-            self.tied_weight = TiedWeight(self._tied_head.name, self._tied_head.weight, group)
+            self.tied_weight = TiedWeight(self._tied_head.name, self._tied_head.weight, group, self.activity)
 
     def use_shape(self, shape: BatchShape) -> None:
         if shape != self.shape:
@@ -167,8 +168,7 @@ class PipelinedEngine(Engine):
         """Sends the gradient of the head's copy to the embedding and adds it there."""
         if self.tied_weight is None or not self.tied_weight.weight.requires_grad:
             return
-        _, weight, group = self.tied_weight
-        ranks = tuple(dist.get_process_group_ranks(group))
+        weight, group, ranks = self.tied_weight.weight, self.tied_weight.group, self.tied_weight.ranks
         self.activity.record_op(Operation.REDUCE_TIED_GRADIENTS, peers=ranks)
         if self._tied_head is not None:
             dist.send(self._tied_head.take_gradient(self.micro_batches), dst=ranks[0], group=group)

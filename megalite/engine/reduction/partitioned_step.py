@@ -2,13 +2,12 @@
 
 Each rank works on its own partition alone: the norm, clipping and the update read no number that another replica owns.
 A step that is not finite is skipped on the device: the torch optimizer is given `grad_scale`, by which it divides the
-gradients, and `found_inf`, 1 if it must change nothing, as torch.amp.GradScaler gives them to fused optimizers. Where
-the host has to decide, for a gate that asks for that and for fp16's loss scale, it waits for the norm.
+gradients, and `found_inf`, 1 if it must change nothing, as torch.amp.GradScaler gives them to fused optimizers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,9 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalite.config import Config
-from megalite.engine.deepspeed.internals import flat_partitions, leave_to_device, take_over_reduction, takes_step
+from megalite.engine.deepspeed.internals import take_over_reduction
+from megalite.engine.deepspeed.step import flat_partitions
 from megalite.engine.reduction.gradient_reduction import Bucket, GradientReducer, Slice
 from megalite.engine.stages import TORCH_DTYPES
+from megalite.engine.step_decision import StepDecision
 from megalite.parallel.collectives import TensorParallel
 from megalite.tracing.activity import Activity
 
@@ -30,17 +31,15 @@ SUMMED_AT_ONCE = {"cpu": 1 << 16}
 class PartitionedStep:
     """Replaces the `step` of a DeepSpeed optimizer of ZeRO-1."""
 
-    def __init__(self, optimizer: Any, reducer: GradientReducer, clipping: float, tensor_rank: int) -> None:
+    def __init__(
+        self, optimizer: Any, reducer: GradientReducer, decision: StepDecision, clipping: float, tensor_rank: int
+    ) -> None:
         """`clipping` is the largest norm that is left alone, 0 for none."""
-        self._optimizer, self.reducer, self._clipping = optimizer, reducer, clipping
+        self._optimizer, self.reducer, self._decision, self._clipping = optimizer, reducer, decision, clipping
         self._tensor_rank = tensor_rank
         self._counts: Tensor | None = None  # 1 or 0 for each of the norm's parts, the same in every step
         self.parts: list[nn.Parameter] = []  # the parameter of each of the norm's parts
         self.part_norms: Tensor | None = None  # of the last step; None on a rank without a part
-        self.waits = True  # whether the host decides about the coming step
-        self.read: Callable[[Tensor], float] = float  # brings the norm to the host for that, maybe with other numbers
-        self.holds = False  # whether a step that is skipped on the device holds back the next ones
-        self.is_skipped = self._is_held = torch.zeros((), device=reducer.device)  # 1: the weights must not change
 
     @torch.no_grad()
     def __call__(self) -> None:
@@ -48,15 +47,9 @@ class PartitionedStep:
         optimizer = self._optimizer
         scale = float(getattr(optimizer, "loss_scale", 1.0))  # BF16_Optimizer has none
         norm = self.gradient_norm() / scale
-        if self.waits:
-            if takes_step(optimizer, norm, self.read(norm)):
-                self._update(norm, scale, None)
-        else:
-            self.is_skipped = (~torch.isfinite(norm)).float()
-            if self.holds:
-                self.is_skipped = self._is_held = torch.maximum(self.is_skipped, self._is_held)
-            leave_to_device(optimizer, norm.masked_fill(self.is_skipped.bool(), float("inf")))
-            self._update(norm, scale, self.is_skipped)
+        is_taken, found_inf = self._decision.by_norm(norm)
+        if is_taken:
+            self._update(norm, scale, found_inf)
         self.reducer.release()
         if not optimizer.overflow:  # after a skip on the device the same weights are shared once more
             optimizer.update_lp_params()
@@ -73,10 +66,6 @@ class PartitionedStep:
         torch_optimizer.step()
         for weights in partitions:
             weights.grad = None
-
-    def allow_updates(self) -> None:
-        """Ends what a step that was skipped on the device holds back."""
-        self._is_held = torch.zeros_like(self._is_held)
 
     def gradient_norm(self) -> Tensor:
         """Returns the 2-norm of the mean gradient of the whole model, an fp32 scalar; collective over all ranks.
@@ -107,7 +96,12 @@ class PartitionedStep:
 
 
 def partition_reductions(
-    engine: Any, parameters: Iterable[nn.Parameter], config: Config, activity: Activity, tp: TensorParallel
+    engine: Any,
+    parameters: Iterable[nn.Parameter],
+    config: Config,
+    activity: Activity,
+    tp: TensorParallel,
+    decision: StepDecision,
 ) -> PartitionedStep:
     """Makes a DeepSpeed engine of ZeRO-1 step on gradients that the reducer of the returned step has reduced.
 
@@ -126,6 +120,6 @@ def partition_reductions(
     ]
     wire_dtype = TORCH_DTYPES[precision.reduction_dtype]
     reducer = GradientReducer(buckets, parameters, replicas, wire_dtype, activity, tp.group)
-    step = PartitionedStep(engine.optimizer, reducer, config.training.gradient_clipping, tp.rank)
+    step = PartitionedStep(engine.optimizer, reducer, decision, config.training.gradient_clipping, tp.rank)
     engine.optimizer.step = step
     return step

@@ -14,17 +14,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megalite.engine.step_decision import StepDecision
+from megalite.engine.step_participant import StepParticipant
 from megalite.parallel.expert_balance import PlacedBalance
+from megalite.tracing.activity import Activity, Operation
 
 
-class ExpertBias:
+class ExpertBias(StepParticipant):
     """The biases of this rank's blocks with experts: no parameters, equal on tensor- and data-parallel ranks."""
 
     def __init__(
-        self, placed: Sequence[PlacedBalance], rate: float, replicas: dist.ProcessGroup | None, counts: Tensor
+        self,
+        placed: Sequence[PlacedBalance],
+        rate: float,
+        replicas: dist.ProcessGroup | None,
+        counts: Tensor,
+        activity: Activity,
     ) -> None:
-        """`replicas` are those whose `counts` of a step, `[blocks, experts]`, are added up in place; None for one."""
-        self._rate, self._replicas = rate, replicas
+        """`replicas` are those whose `counts` of a step, `[blocks, experts]`, are added up in place; None for one.
+
+        At a `rate` of 0 the biases are used, and stay.
+        """
+        self._rate, self._replicas, self._activity = rate, replicas, activity
         self._names = [each.bias_name for each in placed]
         self._counts, self._biases = counts, torch.zeros(counts.shape, device=counts.device)  # fp32
         for row, (_, _, balance) in enumerate(placed):
@@ -34,12 +45,16 @@ class ExpertBias:
         """Yields each block's bias, `[experts]` in place, by canonical name."""
         yield from zip(self._names, self._biases, strict=True)
 
-    def update(self, is_skipped: Tensor | None) -> None:
-        """Moves the biases after a step, unless the device says by a 1 that it was skipped; collective."""
+    def after_step(self, decision: StepDecision) -> None:
+        """Moves the biases, unless the step was not taken."""
+        if not self._rate or decision.left_out:
+            return
+        self._activity.record_op(Operation.BALANCE_EXPERTS, peers=self._activity.peers.data)
         if self._replicas is not None:
             dist.all_reduce(self._counts, group=self._replicas)
         experts = self._counts.shape[1]
         excess = (self._counts * experts - self._counts.sum(dim=1, keepdim=True)).sign()
         centred = excess * experts - excess.sum(dim=1, keepdim=True)
         change = centred.float() * (self._rate / experts)
-        self._biases -= change if is_skipped is None else change * (1 - is_skipped)
+        skipped = decision.skipped_on_device
+        self._biases -= change if skipped is None else change * (1 - skipped)

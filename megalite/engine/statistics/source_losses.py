@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from megalite.engine.batch_transfer import MicroBatch
+from megalite.engine.step_participant import StepParticipant
 from megalite.parallel.loss import IGNORED
 
 
-class SourceLosses:
+class SourceLosses(StepParticipant):
     """Adds up the losses of a step's micro-batches on this rank by the source of their rows."""
 
     def __init__(self, sources: int, device: torch.device) -> None:

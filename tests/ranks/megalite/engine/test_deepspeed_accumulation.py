@@ -20,6 +20,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
 from megalite.engine.deepspeed import internals as seams
+from megalite.engine.deepspeed import step as step_seams
 from tests.helpers.rank_pool import run_fresh_ranks
 
 WIDTH = 5
@@ -174,7 +175,7 @@ def _second_step(rank: int, zero: int, is_offloaded: bool, is_cleared: bool) -> 
         _backward(engine, number)
     _stepped(engine)
     if is_cleared:
-        seams.clear_gradient_partitions(engine.optimizer)
+        step_seams.clear_gradient_partitions(engine.optimizer)
     _backward(engine, 4, used=(0,))
     _backward(engine, 4, used=(1,))
     return _stepped(engine)
@@ -256,7 +257,7 @@ def test_what_is_taken_from_zero_1_is_there() -> None:
 def _geometry(rank: int, dtype: str) -> dict[str, Any]:
     engine = _engine(1, dtype)
     groups, replicas = seams.take_over_reduction(engine)
-    (group,), (partition,) = groups, seams.flat_partitions(engine.optimizer)
+    (group,), (partition,) = groups, step_seams.flat_partitions(engine.optimizer)
     values = [parameter.detach().clone() for parameter in group.parameters]
     starts = [group.start(parameter) for parameter in group.parameters]
     views = [group.weights[start : start + WIDTH * 3].view(WIDTH, 3).clone() for start in starts]
@@ -293,7 +294,7 @@ def _outcomes(rank: int, dtype: str) -> list[tuple[float, int]]:
     engine, seen = _engine(1, dtype), []
     seams.take_over_reduction(engine)
     for norm in (3.0, float("inf"), float("nan"), 2.0):
-        engine.optimizer.step = lambda norm=norm: seams.takes_step(engine.optimizer, torch.tensor(norm), norm)
+        engine.optimizer.step = lambda norm=norm: step_seams.takes_step(engine.optimizer, torch.tensor(norm), norm)
         _backward(engine, 1)
         seen.append((_stepped(engine), engine.skipped_steps))
     return seen

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from megalite.config import resolve_layout
-from megalite.engine.deepspeed.internals import flat_partitions, resident_weights
+from megalite.engine.deepspeed.internals import resident_weights
+from megalite.engine.deepspeed.step import flat_partitions
 from megalite.parallel.mesh import Mesh
 from megalite.planner.cost.model_states import state_bytes
 from megalite.planner.cost.shapes import stages_of

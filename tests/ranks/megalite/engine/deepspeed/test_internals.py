@@ -36,6 +36,7 @@ from megalite.config import Config, resolve_layout
 from megalite.config.deepspeed import NESTED, PASSED_ON, refused_keys
 from megalite.engine.build import build_engine
 from megalite.engine.deepspeed import internals as seams
+from megalite.engine.deepspeed import step as step_seams
 from megalite.engine.deepspeed.process_groups import Grid
 from megalite.engine.parameter_state import read_parameter, write_weight
 from megalite.parallel.mesh import Mesh
@@ -184,7 +185,7 @@ def _trained_engines(rank: int, cases: list[Case]) -> list[dict[str, Any]]:
         optimizer = engine.deepspeed.optimizer
         asked = _Asked()
         result = engine.train_step(micro_batches_of(engine, case, global_batches(case)[0]), case.learning_rate, asked)
-        flats = seams.flat_partitions(optimizer)
+        flats = step_seams.flat_partitions(optimizer)
         # reading is a collective over the replicas, which fails on some of them only: asked where there is one
         alone = engine.mesh.data_parallel_size == 1
         unlinked = [_is_readable(parameter) for _, parameter in engine.parameters()] if alone else []
@@ -265,7 +266,7 @@ def test_an_optimizer_is_stopped_between_the_norm_and_the_update(
 ) -> None:
     """tests/ranks/megalite/engine/test_step_gate.py shows that it does stop there, and leaves no trace."""
     for seen in engines[str(case)]:
-        assert seen["asked"] == 1, "DeepSpeed no longer asks where `GatedStep` listens"
+        assert seen["asked"] == 1, "DeepSpeed no longer asks where `asking_first` listens"
         assert seen["micro_losses"] == (case.accumulation if seen["is_last_stage"] else 0)
 
 
@@ -303,7 +304,7 @@ def test_zero_3_cannot_set_a_weight_that_its_ranks_do_not_divide() -> None:
 
 def test_no_flat_partition_is_said_not_guessed() -> None:
     with pytest.raises(AssertionError, match="DeepSpeed has renamed it"):
-        seams.flat_partitions(SimpleNamespace())
+        step_seams.flat_partitions(SimpleNamespace())
 
 
 def _waits_for_the_device(rank: int, options: dict[str, Any]) -> list[int]:
@@ -450,7 +451,7 @@ def _sizes_after_a_change(rank: int) -> dict[str, tuple[int, int, int]]:
         engine = engine_of(Case(zero=zero, micro_batch=2, accumulation=1)).deepspeed
         engine.set_train_batch_size(4)
         found[f"theirs, ZeRO-{zero}"] = sizes(engine)
-        seams.set_batch_size(engine, 12, 3)
+        step_seams.set_batch_size(engine, 12, 3)
         found[f"ours, ZeRO-{zero}"] = sizes(engine)
         engine.destroy()
     return found

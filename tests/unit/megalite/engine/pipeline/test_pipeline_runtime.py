@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite.config import Config
-from megalite.engine.deepspeed.backward import Handover
+from megalite.engine.pipeline.handover import Handover
 from megalite.engine.pipeline.pipeline_runtime import ProgramRun, StageContext
 from megalite.engine.pipeline.stage_messages import MessageLayout
 from megalite.engine.stages import Chunk, Labels

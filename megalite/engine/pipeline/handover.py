@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalite.engine.deepspeed.step import backward
+
 
 class _Seed(torch.autograd.Function):
     """A scalar whose backward passes on `gradients`, whatever its own gradient is: fp16's loss scale is in them."""
@@ -42,12 +44,3 @@ class Handover:
     def gradients(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Runs backward from tensors, outputs of the model or parameters, with the gradient of each."""
         self.scalar(lambda: _Seed.apply(tuple(gradients), *tensors))
-
-
-def backward(deepspeed_engine: Any, loss: Tensor) -> None:
-    """Runs backward from a scalar that a forward of the engine has returned; its gradient is not divided by anything.
-
-    Times one: DeepSpeed 0.19.8's hook on the engine's own output divides by the number of micro-batches before the one
-    that would keep it from that (runtime/engine.py).
-    """
-    deepspeed_engine.backward(loss * 1.0, scale_wrt_gas=False)

@@ -1,0 +1,116 @@
+"""Uses of private parts of DeepSpeed that a step enters, each with the file of DeepSpeed 0.19.8 that it depends on.
+
+A test in test_internals.py fails when such a part moves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import deepspeed.runtime.bf16_optimizer as bf16_optimizer
+import torch
+
+FLAT_PARTITIONS = (
+    "single_partition_of_fp32_groups",  # DeepSpeedZeroOptimizer, runtime/zero/stage_1_and_2.py
+    "fp32_groups_flat_partition",  # BF16_Optimizer, runtime/bf16_optimizer.py
+    "fp32_partitioned_groups_flat",  # DeepSpeedZeroOptimizer_Stage3, runtime/zero/stage3.py
+)
+
+
+def flat_partitions(optimizer: Any) -> list[torch.Tensor]:
+    """Returns the flat fp32 partitions that the torch optimizer updates on this rank, one per parameter group."""
+    for name in FLAT_PARTITIONS:
+        if hasattr(optimizer, name):
+            return list(getattr(optimizer, name))
+    raise AssertionError(f"{type(optimizer).__name__} holds none of {FLAT_PARTITIONS}: DeepSpeed has renamed it")
+
+
+def backward(engine: Any, loss: torch.Tensor) -> None:
+    """Runs backward from a scalar that a forward of the engine has returned; its gradient is not divided by anything.
+
+    Times one: DeepSpeed 0.19.8's hook on the engine's own output divides by the number of micro-batches before the one
+    that would keep it from that (runtime/engine.py).
+    """
+    engine.backward(loss * 1.0, scale_wrt_gas=False)
+
+
+def set_batch_size(engine: Any, global_batch_size: int, micro_batch_size: int) -> None:
+    """Tells an engine and its optimizer of steps of another size.
+
+    `set_train_batch_size` (runtime/engine.py) leaves out the copy in stage_1_and_2.py, by which an offloaded optimizer
+    decides whether a step's gradients are in the memory of the host when it takes their norm, and that in stage3.py.
+    """
+    engine.set_train_micro_batch_size(micro_batch_size)
+    engine.set_train_batch_size(global_batch_size)
+    if hasattr(engine.optimizer, "gradient_accumulation_steps"):
+        engine.optimizer.gradient_accumulation_steps = engine.gradient_accumulation_steps()
+
+
+def clear_gradient_partitions(optimizer: Any) -> None:
+    """Clears ZeRO-3's gradients before a step.
+
+    `partition_grads` (runtime/zero/stage3.py) overwrites gradients in the first backward of a step and adds to them in
+    the others: a parameter that the first one does not touch would keep the gradient of the step before.
+    """
+    for partition in getattr(optimizer, "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition", {}).values():
+        partition.zero_()
+
+
+def takes_step(optimizer: Any, norm: torch.Tensor, norm_on_host: float) -> bool:
+    """Decides by the gradients' norm whether a step of ZeRO-1 is taken, where DeepSpeed's own step does, so that
+    a gate is asked too; records the norm, infinite if not.
+
+    It is of the gradients without fp16's loss scale, which is updated.
+    """
+    if isinstance(optimizer, bf16_optimizer.BF16_Optimizer):
+        optimizer.overflow = bf16_optimizer.is_invalid_grad_norm(norm_on_host)
+    else:
+        optimizer.overflow = not math.isfinite(norm_on_host)
+        optimizer._update_scale(optimizer.overflow)
+    optimizer._global_grad_norm = float("inf") if optimizer.overflow else norm
+    return not optimizer.overflow
+
+
+def leave_to_device(optimizer: Any, norm: torch.Tensor) -> None:
+    """Records the norm of a step of ZeRO-1 about which the device decides: DeepSpeed's step sees one that is taken."""
+    optimizer.overflow, optimizer._global_grad_norm = False, norm
+
+
+@contextmanager
+def asking_first(optimizer: Any, refuses: Callable[[bool], bool]) -> Iterator[None]:
+    """Makes steps of the `with` ask `refuses`, given whether the gradients are not finite, before weights change.
+
+    DeepSpeed offers no callback between its check for overflow and the update, so the function is replaced that every
+    step calls there: `_update_scale` of DeepSpeedZeroOptimizer and DeepSpeedZeroOptimizer_Stage3
+    (runtime/zero/stage_1_and_2.py and stage3.py), which look at `overflow` after it; for BF16_Optimizer
+    (runtime/bf16_optimizer.py) its module's `is_invalid_grad_norm`, which nothing else calls.
+    """
+    if hasattr(optimizer, "_update_scale"):
+        update_scale = optimizer._update_scale
+
+        def ask_or_update(has_overflow: bool = False) -> None:
+            if refuses(has_overflow):
+                optimizer.overflow = True
+            else:
+                update_scale(has_overflow)
+
+        optimizer._update_scale = ask_or_update
+        try:
+            yield
+        finally:
+            del optimizer._update_scale
+        return
+    is_invalid = bf16_optimizer.is_invalid_grad_norm
+
+    def ask_or_invalid(norm: Any) -> bool:
+        has_overflow = is_invalid(norm)
+        return refuses(has_overflow) or has_overflow
+
+    bf16_optimizer.is_invalid_grad_norm = ask_or_invalid
+    try:
+        yield
+    finally:
+        bf16_optimizer.is_invalid_grad_norm = is_invalid
