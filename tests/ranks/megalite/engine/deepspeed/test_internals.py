@@ -193,7 +193,7 @@ def _trained_engines(rank: int, cases: list[Case]) -> list[dict[str, Any]]:
         linked = [_is_readable(parameter) for _, parameter in engine.parameters()]
         seen.append(
             {
-                "names": [name for name in seams.FLAT_PARTITIONS if hasattr(optimizer, name)],
+                "names": [name for name in step_seams.FLAT_PARTITIONS if hasattr(optimizer, name)],
                 "stepped": {id(flat) for flat in flats} == {id(key) for key in engine.torch_optimizer.state},
                 "dtypes": {flat.dtype for flat in flats},
                 "partitioned": {seams.is_partitioned(parameter) for _, parameter in engine.parameters()},
