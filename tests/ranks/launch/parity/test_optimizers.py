@@ -19,7 +19,6 @@ from launch.parity.verify import References, Session
 from megalite.engine.optimizers import build as optimizers
 from megalite.engine.optimizers import muon
 from megalite.engine.optimizers.muon import OwnPartition
-from megalite.engine.reduction.gradient_reduction import GradientReducer
 from megalite.engine.reduction.partitioned_step import PartitionedStep
 from tests.helpers import defects
 from tests.helpers.odd_sizes import TIMEOUT_S, explain, problem, references_of
@@ -102,8 +101,8 @@ def sections_are_one_matrix() -> None:
 def clip_is_ignored() -> None:
     initialize = PartitionedStep.__init__
 
-    def without(self: Any, optimizer: Any, reducer: GradientReducer, clipping: float, *rest: Any) -> None:
-        initialize(self, optimizer, reducer, 0.0, *rest)
+    def without(self: Any, optimizer: Any, reducer: Any, decision: Any, clipping: float, *rest: Any) -> None:
+        initialize(self, optimizer, reducer, decision, 0.0, *rest)
 
     PartitionedStep.__init__ = without  # type: ignore[method-assign]
 
