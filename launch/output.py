@@ -11,7 +11,6 @@ import io
 import json
 import logging
 import math
-import os
 import sys
 import threading
 import time
@@ -26,6 +25,7 @@ from launch.runtime.logs import get_logger
 from launch.runtime.printing import print_result, say, visible
 from megalite.checkpoint.durable_files import NO_ROOM, write_durably
 from megalite.config.places import url_of
+from megalite.config.user_folders import may_be_written
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -307,7 +307,7 @@ def check_writable(path: Path) -> None:
     problem = None
     if not folder.is_dir():
         problem = f"{folder} is a file" if folder.exists() else f"there is no folder {folder}"
-    elif not os.access(folder, os.W_OK | os.X_OK):
+    elif not may_be_written(folder):
         problem = f"nothing may be written in {folder}"
     if problem:
         raise LaunchError(f"{path} cannot be written: {problem}; give a file in a folder that exists")

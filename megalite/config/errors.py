@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -89,7 +90,11 @@ def problems_of(error: ValidationError, model: type[BaseModel]) -> list[ConfigPr
         values = ", ".join(dict.fromkeys(expected[path])).replace(" or ", ", ")
         expected[path] = [values, AUTO] if got[path] != AUTO else [f"{values} in a list", f"{AUTO} alone"]
     wrong = [
-        ConfigProblem(path, f"{dotted(path)} must be {' or '.join(dict.fromkeys(texts))}, got {shown(got[path])}")
+        ConfigProblem(
+            path,
+            f"{dotted(path)} must be {' or '.join(dict.fromkeys(texts))}, got {shown(got[path])}"
+            + _as_written(got[path]),
+        )
         for path, texts in expected.items()
     ]
     meant = [problem.meant for problem in unknown]
@@ -182,6 +187,16 @@ def _missing(path: OptionPath, model: type[BaseModel]) -> str:
         return f"section {dotted(path)} is required" + (f", with {', '.join(required)}" if required else "")
     meaning = (field.description or "").split(". ")[0].rstrip(".")
     return f"{dotted(path)} is required ({meaning[:1].lower()}{meaning[1:]})"
+
+
+def _as_written(value: Any) -> str:
+    """Returns how to write a number with the letter of a unit, or an item of a list that an override has numbered."""
+    if isinstance(value, str) and (found := re.fullmatch(r"(\d+(?:\.\d+)?) ?([kKMBGT])", value)):
+        power = {"K": 3, "M": 6, "B": 9, "G": 9, "T": 12}[found[2].upper()]
+        return f": write {round(float(found[1]) * 10**power):_}"
+    if isinstance(value, dict) and value and all(str(name).isdigit() for name in value):
+        return ": give the whole list in one value, [{...}, {...}]; its items have no names"
+    return ""
 
 
 def _expectation(detail: ErrorDetails) -> str:

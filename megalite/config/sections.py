@@ -18,6 +18,7 @@ from megalite.config.base import (
     Fraction,
     NonNegativeFloat,
     NonNegativeInt,
+    NotBool,
     PositiveFloat,
     PositiveInt,
     Probability,
@@ -182,7 +183,7 @@ class TrainingConfig(Section):
     tokens: PositiveInt | None = Field(default=None, examples=[1_000_000_000])
     """Length of the run in training tokens, rounded up to whole steps; give this or `steps`."""
 
-    seed: NonNegativeInt = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63), NotBool] = 0
     """Seed of the initial weights, the order of the data and dropout."""
 
     gradient_clipping: NonNegativeFloat = 1.0

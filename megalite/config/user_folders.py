@@ -19,7 +19,7 @@ def ensure_home() -> None:
     """
     home = Path(os.path.expanduser("~"))  # noqa: PTH111 - Path.expanduser raises where there is none
     with suppress(OSError):  # no temporary folder either: who needs one says so
-        if not home.is_absolute() or not _may_be_written(home):
+        if not home.is_absolute() or not may_be_written(home):
             if not home.is_absolute() or home == Path("/") or not home.is_dir():
                 os.environ["HOME"] = str(_temporary_folder())
             else:
@@ -54,7 +54,7 @@ def _folder(variable: str, below_home: str) -> Path:
     return root.absolute() / "megalite"
 
 
-def _may_be_written(folder: Path) -> bool:
+def may_be_written(folder: Path) -> bool:
     """Returns whether files can be made in a folder, or the folder can be made."""
     there = next((place for place in (folder, *folder.parents) if place.exists()), folder)
     is_kernels = any(there.is_relative_to(place) for place in ("/proc", "/sys"))  # whose rights say nothing to root

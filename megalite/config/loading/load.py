@@ -237,7 +237,7 @@ def _read_text(path: Path) -> str:
         raise ConfigError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
     except OSError as error:
         raise ConfigError(_unreadable(path, error)) from None
-    if "\0" in text[:2]:
+    if text[:4].count("\0") > 1:
         raise ConfigError(wide)
     return text
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 
 from launch import output
+from launch.errors import LaunchError
 
 
 def test_a_long_command_says_what_it_does_where_no_terminal_is(
@@ -31,3 +33,9 @@ def test_a_long_command_says_what_it_does_where_no_terminal_is(
     with output.spinner("reading", is_shown=False, first_s=0.05):
         time.sleep(0.2)
     assert capsys.readouterr().err == ""
+
+
+def test_a_file_in_a_folder_of_the_kernel_is_refused_before_the_work() -> None:
+    """Its rights say to root that files can be made there: `plan --html /proc/x.html` failed after the search."""
+    with pytest.raises(LaunchError, match="nothing may be written in /proc"):
+        output.check_writable(Path("/proc/x.html"))

@@ -224,3 +224,17 @@ def test_a_config_in_utf16_is_named(encoding: str, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_bytes("run_dir: x\n".encode(encoding))
     with pytest.raises(ConfigError, match="it looks like UTF-16: save it as UTF-8"):
         load_config(tmp_path / "config.yaml")
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("training.tokens=10B", "got '10B': write 10_000_000_000"),
+        ("training.tokens=1.5M", "got '1.5M': write 1_500_000"),
+        ("training.stages.0.from_steps=2", "training.stages must be a list, .*: give the whole list in one value"),
+        ("training.seed=99999999999999999999999", "training.seed must be"),
+    ],
+)
+def test_numbers_and_lists_as_people_write_them(override: str, said: str, minimal: Path) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_config(minimal, [override])
