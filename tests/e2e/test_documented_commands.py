@@ -169,7 +169,7 @@ def test_a_mix_with_a_change_of_its_weights(workplace: Path, monkeypatch: pytest
     after = {name: taken[19][name] - taken[13][name] for name in taken[13]}
     assert before["guides"] > before["code"] > before["pages"] and after["pages"] > after["code"] > after["guides"]
     assert "begins after step 14, at sample 112" in trained.stdout
-    found = json.loads(said["data find runs/mix --document runs/mix/data/code:0 --json"])
+    found = json.loads(said["data find runs/mix --document runs/mix/data/code:4 --json"])
     assert found["samples"] and {one["when"] for one in found["samples"]} == {"read"}
     patterns = ("docs/*.md", "launch/*.py", "configs/*.yaml")
     texts = "\n".join(path.read_text() for pattern in patterns for path in workplace.glob(pattern))
