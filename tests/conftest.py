@@ -20,6 +20,7 @@ import yaml
 from hypothesis import settings
 
 from tests.helpers import durations
+from tests.helpers.house import limits
 
 # before numpy and torch are imported: tests, workers and ranks share few cores, where a second thread only spins
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -31,7 +32,7 @@ settings.register_profile("exhaustive", deadline=None, max_examples=200)
 TIMEOUT_S = {"unit": 120, "performance": 300, "ranks": 300, "e2e": 300, "cluster": 300}
 """Longest time of one test by tier, on a machine that other work keeps busy."""
 
-BUDGET_S = {"unit": 1400, "performance": 120, "ranks": 2800, "e2e": 1800, "cluster": 3000}
+BUDGET_S = {tier: limits()[f"worker-seconds, {tier}"] for tier in TIMEOUT_S}
 """Sum of the times of a tier's tests, over all workers, beyond which a run fails: some third more than they take where
 three workers share two cores and nobody else computes."""
 

@@ -57,14 +57,14 @@ def cannot_write(path: Path, error: OSError) -> str:
     """Returns the message for a `path` that cannot be written: the reason and a remedy."""
     why = NO_ROOM.get(error.errno or 0)
     if why is not None:
-        return f"{path}: {why}: {_more_room(path.parent.parent)}"
+        return f"{path}: {why}: {_more_room(path)}"
     return f"{path}: cannot be written: {error.strerror or error}: make it writable, or choose another folder"
 
 
-def _more_room(root: Path) -> str:
-    """Returns what makes room for a checkpoint under `root`: of a single one there, nothing can be kept less."""
-    fewer = ", or keep fewer checkpoints (checkpoint.keep_last)" if len(step_folders(root)) > 1 else ""
-    return f"free some space{fewer}"
+def _more_room(place: Path) -> str:
+    """Returns what makes room at a place in, or of, a folder of checkpoints: of a single one there, none can go."""
+    are_several = any(len(step_folders(folder)) > 1 for folder in (place, *place.parents[:2]))
+    return f"free some space{', or keep fewer checkpoints (checkpoint.keep_last)' if are_several else ''}"
 
 
 def check_room(root: Path, size: int) -> None:
