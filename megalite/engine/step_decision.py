@@ -57,7 +57,7 @@ class StepDecision:
 
     @property
     def skipped(self) -> Tensor | bool:
-        """Whether the loss or the gradients were not finite, on the device if it was decided there."""
+        """True, or a 1 on the device if that decided, where the loss or the gradients were not finite."""
         return self.left_out and not self.refused if self.skipped_on_device is None else self.skipped_on_device
 
     def is_late(self, gate: StepGate | None) -> bool:
