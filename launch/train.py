@@ -48,25 +48,25 @@ from launch.errors import (
     LaunchError,
     sentences_of,
 )
-from launch.runtime.console import Console, outlive_readers
+from launch.runtime.console import Console, keep_output_after_hangup
 from launch.runtime.logs import configure_logging, get_logger
 from launch.runtime.processes import end_with_parent
 from launch.runtime.rank_environment import ATTEMPT, Rank, take_private_environment, this_rank
-from launch.runtime.rank_process import be_deterministic, choose_interface, is_unsupervised, run_to_the_end, tell_once
+from launch.runtime.rank_process import be_deterministic, choose_interface, is_unsupervised, log_once, run_to_the_end
 from launch.runtime.run_lock import LOCK
 from launch.runtime.start_witness import witness
 from launch.runtime.startup_progress import StartupProgress
-from launch.trainer.attention_words import attention_in_words
+from launch.trainer.attention_summary import format_attention
 from launch.trainer.checkpoint_hooks import CheckpointHooks, manifest_maker
 from launch.trainer.data.host_copies import open_on_all_hosts
 from launch.trainer.data.opening import evaluation_batches, evaluation_targets, open_data, training_batches
-from launch.trainer.data.run_mix import FollowedMix
+from launch.trainer.data.run_mix import MixHistory
 from launch.trainer.prediction_tracker import PredictionTracker, look_up_machine, memory_of_ranks
 from launch.trainer.run_logger import RunLogger
-from launch.trainer.run_summary import tell_start
+from launch.trainer.run_summary import log_start
 from launch.trainer.start.flags import NO_FLAGS, StartFlags, split_flags
 from launch.trainer.start.joining import join_ranks, leave_together, longest_wait_s, lost_rank
-from launch.trainer.start.rank_devices import check_memory_of_ranks, devices_in_words, devices_of_ranks
+from launch.trainer.start.rank_devices import check_memory_of_ranks, devices_of_ranks, format_devices
 from launch.trainer.start.resume import RunSetup, agree_on_start, checkpoints_of, load_state
 from launch.trainer.start.run_config import load_run_config, with_layout_for_all
 from launch.trainer.start.run_folder import RunFolderInUse, lock_run_folder
@@ -110,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     witness.begin(os.environ)
     forbid_writing_by_all()
     ensure_home()
-    console = outlive_readers()
+    console = keep_output_after_hangup()
     take_signals()  # until training begins there is nothing to save
     end_with_parent()  # a launcher that is killed takes its ranks along; they save first
     arguments = list(sys.argv[1:] if arguments is None else arguments)
@@ -136,7 +136,7 @@ def _load_and_run(arguments: Sequence[str], console: Console, exit_stack: ExitSt
         configure_logging(rank=rank.rank)
         flags, arguments = split_flags(arguments)
         signals = take_signals()
-        signals.speaks, signals.obeys_repeats = rank.local_rank == 0, ATTEMPT not in os.environ
+        signals.logs, signals.honors_repeated_signals = rank.local_rank == 0, ATTEMPT not in os.environ
         if not arguments:
             raise LaunchError("no config is given: name a YAML file, as in launch/train.py configs/quickstart.yaml")
         config = load_run_config(Path(arguments[0]), arguments[1:])
@@ -167,7 +167,7 @@ def _load_and_run(arguments: Sequence[str], console: Console, exit_stack: ExitSt
         return _fail(f"{where}: {NO_ROOM[error.errno]}: free some space", rank)
     except Exception as error:
         if (lost := lost_rank(error)) and rank is not None:  # which tells the others itself, or its witness does
-            tell_once(
+            log_once(
                 f"rank {rank.rank} lost another rank while the run started ({lost}): look at what that one said", rank
             )
             return FAILED_CODE
@@ -179,7 +179,7 @@ def _load_and_run(arguments: Sequence[str], console: Console, exit_stack: ExitSt
 def _fail(sentence: str, rank: Rank | None, code: int = FAILED_CODE) -> int:
     """Tells the ranks of other hosts, and the user, why this rank fails; returns its exit code."""
     witness.fail(code, sentence)
-    tell_once(sentence, rank)
+    log_once(sentence, rank)
     return code
 
 
@@ -252,9 +252,9 @@ def run(
         data = data.from_position(config, start.followed)
         setup = RunSetup(config, layout, rank, data, start)
         if rank.rank == 0:
-            tell_start(setup, devices_in_words(devices), memory_warning)
+            log_start(setup, format_devices(devices), memory_warning)
             if device == "cuda":
-                log.info(attention_in_words(config, torch.device(device)))
+                log.info(format_attention(config, torch.device(device)))
         progress.begin("building the model")
         engine = build_engine(layers_of(config, recompute_of_blocks(config, layout)), config, layout, activity)
         progress.begin(setup.start.loading)
@@ -295,7 +295,7 @@ def _train(
     def batches(state: TrainState) -> Iterator[Any]:
         if not engine.needs_data:
             return itertools.repeat([])
-        return training_batches(data, config, layout, replica, FollowedMix.of(state.model_dump()))
+        return training_batches(data, config, layout, replica, MixHistory.of(state.model_dump()))
 
     checkpoints = Checkpoints(
         engine,

@@ -89,7 +89,7 @@ def _listen(
     stream = process.stderr or process.stdout
     assert stream is not None
     threading.Thread(target=_read, args=(stream, heard), daemon=True).start()
-    spoke, silent_s = time.monotonic(), SILENT_INSIDE_S if limit_s is None else SILENT_S
+    spoke, since_last_write_s = time.monotonic(), SILENT_INSIDE_S if limit_s is None else SILENT_S
     limit = "" if limit_s is None else f" of at most {limit_s:.0f}"
     while limit_s is None or time.monotonic() - started < limit_s:
         now = time.monotonic()
@@ -102,7 +102,7 @@ def _listen(
             continue
         if process.poll() is not None:
             return False  # who still holds its output is about to be ended
-        if now - spoke > silent_s:
+        if now - spoke > since_last_write_s:
             say(f"{name}: {now - started:.0f} s{limit}")
             spoke = now
     return True

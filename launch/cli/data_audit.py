@@ -27,7 +27,7 @@ def plan_data(config_path: ConfigPath, overrides: Overrides = None, as_json: AsJ
     Example: `megalite data plan configs/quickstart.yaml training.steps=1000`
     """
     from launch.inspection.data_plan import data_of, plan_table, planned_sources
-    from launch.prediction.batch_words import stage_facts, stage_in_words
+    from launch.prediction.batch_stage_text import format_stage, stage_facts
     from launch.trainer.data.run_mix import check_epochs, notices_of
     from launch.trainer.start.resume import checkpoints_of
     from launch.trainer.start.run_config import load_run_config
@@ -43,7 +43,7 @@ def plan_data(config_path: ConfigPath, overrides: Overrides = None, as_json: AsJ
     else:
         plan_table(rows, ", ".join(config.data.prefixes)).print()
         for stage in stage_facts(data.config):
-            say(stage_in_words(stage))
+            say(format_stage(stage))
         for notice in notices:
             say(notice)
     if config.data.sources:

@@ -100,7 +100,7 @@ def k8s(
     Example: `megalite k8s configs/quickstart.yaml --image registry/megalite:1 --nodes 2 --gpus-per-node 4
     --output-claim runs -o quickstart.k8s.yaml`
     """
-    from launch.prediction.auto_layout import sizes_in_words
+    from launch.prediction.auto_layout import format_sizes
 
     config = load_checked_config(config_path, overrides)
     if output_claim is None:
@@ -150,7 +150,7 @@ def k8s(
     if memory is not None and not (gpus_per_node or force or config.unresolved_options):
         _check_memory(config, layout, int(parsing.amount(memory, "--memory")), ranks_per_node)
     ranks = f"{plural(nodes, 'node')} x {plural(ranks_per_node, 'rank')}"
-    heading = f"megalite {own_version()}, {config_path}: {ranks}; {sizes_in_words(config, layout)}"
+    heading = f"megalite {own_version()}, {config_path}: {ranks}; {format_sizes(config, layout)}"
     delivery = Delivery(output, overwrite, submit, dry_run, as_json)
     _deliver(job, heading, notices, delivery, context)
 

@@ -47,7 +47,7 @@ def place(
     Example: `megalite place configs/quickstart.yaml --nodes "node[1-4]:2"`
     """
     from launch.cluster.placement import nodes_of, place_run
-    from launch.prediction.auto_layout import sizes_in_words
+    from launch.prediction.auto_layout import format_sizes
     from launch.runtime.hostfile import read_hostfile
 
     if names and as_json:
@@ -81,7 +81,7 @@ def place(
     for row in rows:
         ranks = range(row["first_rank"], row["last_rank"] + 1)
         cells.append((row["host"], _span(ranks), _span(row["stages"]), _span(row["replicas"])))
-    title = f"{layout.world_size} ranks ({sizes_in_words(config, layout)}) on {len(rows)} hosts"
+    title = f"{layout.world_size} ranks ({format_sizes(config, layout)}) on {len(rows)} hosts"
     Table(("host", "ranks", "stages", "replicas"), cells, title).print()
     levels = [(level, _size(size), _size(first_fit.crossing[level])) for level, size in best.crossing.items()]
     levels.append(("hosts", str(len(best.hosts)), str(len(first_fit.hosts))))

@@ -22,6 +22,7 @@ from launch.cli.options import (
 )
 from launch.errors import LaunchError
 from launch.output import check_writable, print_csv, print_json, progress_lines, write_file
+from launch.planning.tables.forecast import forecast_as_json, forecast_lines
 from launch.planning.tables.layouts import (
     LayoutRow,
     context_rows,
@@ -31,8 +32,7 @@ from launch.planning.tables.layouts import (
     rows_of,
     search_as_json,
 )
-from launch.planning.tables.outlook import outlook_as_json, outlook_lines
-from launch.prediction.batch_words import stage_facts, stage_in_words
+from launch.prediction.batch_stage_text import format_stage, stage_facts
 from launch.prediction.cluster import cluster_at, here, search_here
 from launch.runtime.logs import get_logger
 from launch.runtime.printing import say
@@ -45,8 +45,8 @@ from megalite.config.suggestions import dotted
 from megalite.config.yaml_text import to_yaml
 from megalite.planner.contexts import ContextLength, contexts
 from megalite.planner.explanation import caveats, explain, why_nothing_fits
+from megalite.planner.forecast import forecast_of
 from megalite.planner.hardware import Cluster, is_guess
-from megalite.planner.outlook import outlook_of
 from megalite.planner.search import DATA, MICRO_BATCH, SearchResult, judged, search
 from megalite.units import plural
 
@@ -138,12 +138,12 @@ def _show(
     """Prints the result in the form that is asked for."""
     assert result.best is not None
     cluster, best, price = result.cluster, result.best, options.price
-    outlook = outlook_of(config, best.job, best.time.seconds, cluster.accelerators_per_node)
+    forecast = forecast_of(config, best.job, best.time.seconds, cluster.accelerators_per_node)
     if options.as_csv:
         print_csv(rows_of(result, own, options.top))
         return
     if options.as_json:
-        values = search_as_json(result, outlook_as_json(outlook, config, price), own, problem, options.top)
+        values = search_as_json(result, forecast_as_json(forecast, config, price), own, problem, options.top)
         print_json(values | ({} if lengths is None else {"contexts": context_rows(lengths, cluster)}))
         return
     say(f"cluster: {_cluster_text(cluster)}")
@@ -152,8 +152,8 @@ def _show(
         contexts_table(lengths, cluster).print()
     if problem is not None:
         say(f"as written it does not work: {problem}")
-    stages = [f"batch: {stage_in_words(stage)}" for stage in stage_facts(config)]
-    lines = [*explain(result), *stages, *outlook_lines(outlook, config, price, rough=is_guess(cluster.accelerator))]
+    stages = [f"batch: {format_stage(stage)}" for stage in stage_facts(config)]
+    lines = [*explain(result), *stages, *forecast_lines(forecast, config, price, rough=is_guess(cluster.accelerator))]
     name = str(options.config_path)
     known = [origin(name)] if run_of(name) and not options.config_path.exists() else []
     say("\n".join([*lines, *(f"note: {line}" for line in [*known, *caveats(config, result)])]))

@@ -28,7 +28,7 @@ from megalite.planner.cost.checkpoints import (
 )
 from megalite.planner.cost.shapes import parameters as parameters_of
 from megalite.planner.failure_rates import DEFAULT_RATE, LLAMA_3, Components, nodes_of
-from megalite.planner.outlook import reliability_of
+from megalite.planner.forecast import reliability_of
 from megalite.planner.reliability.goodput_model import Reliability, at_scale
 from megalite.units import plain
 

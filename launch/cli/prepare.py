@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import typer
 
 from launch.cli.options import AsJson
-from launch.cli.prepare_words import print_conversations, print_summary, words_of
+from launch.cli.prepare_output import print_conversations, print_summary, words_of
 from launch.errors import INTERRUPTED_CODE, LaunchError
 from launch.output import FIRST_WORD_S, print_json, spinner
 from launch.runtime.logs import get_logger

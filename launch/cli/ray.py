@@ -60,7 +60,7 @@ def ray(
     """
     from launch.backends.ray import RaySupervisor
     from launch.backends.ray_cluster import check_address
-    from launch.prediction.auto_layout import layout_or_likely, sizes_in_words
+    from launch.prediction.auto_layout import format_sizes, layout_or_likely
     from launch.runtime.devices import gpu_count
     from launch.supervision.supervisor import Policy
     from launch.trainer.data.remote_data import awaited_copies
@@ -77,7 +77,7 @@ def ray(
     _, layout, notices = layout_or_likely(config, Ranks(count, count, "cuda" if gpus else "cpu"))
     if importlib.util.find_spec("ray") is None:
         raise LaunchError("Ray is not installed: pip install 'megalite[ray]', or train without it (megalite train)")
-    sizes = sizes_in_words(config, layout)
+    sizes = format_sizes(config, layout)
     cluster = f"the Ray cluster at {where}" if where else "a Ray cluster of this machine"
     log.info(f"{plural(count, 'worker')} ({sizes}), {plural(gpus, 'GPU')} each, on {cluster}")
     for notice in notices:

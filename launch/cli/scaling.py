@@ -79,7 +79,7 @@ def scaling(
     series, crowded = _series(Path(words[0]), words[1:], ranks, kind, grow, (steps, warm_up, rounds), folder)
     checked = series.check()
     if crowded and not oversubscribe:
-        raise LaunchError(crowded_in_words(crowded))
+        raise LaunchError(format_crowded(crowded))
     if dry_run:
         series.refuse_other_series(checked)
         print_planned(series, checked, as_json=as_json)
@@ -118,7 +118,7 @@ def _series(
     return series, [number for number in numbers if on_cpu and number > cores]
 
 
-def crowded_in_words(crowded: list[int]) -> str:
+def format_crowded(crowded: list[int]) -> str:
     """Returns why numbers of ranks are refused that this machine has no cores for."""
     from launch.runtime.devices import cpu_count
 

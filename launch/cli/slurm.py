@@ -94,7 +94,7 @@ def slurm(
 
     Example: `megalite slurm configs/quickstart.yaml -N 4 --gpus-per-node 8 --time 24:00:00 --submit`
     """
-    from launch.prediction.auto_layout import sizes_in_words
+    from launch.prediction.auto_layout import format_sizes
     from launch.runtime.local_ranks import rank_environment
 
     flags = StartFlags(force, allow_change, shared_run_dir)
@@ -132,7 +132,7 @@ def slurm(
         directory=_line(Path.cwd(), "the working directory"),
         arguments=(str(config_path), *(overrides or [])),
         flags=tuple(flags.words),
-        heading=f"megalite {own_version()}: {nodes} hosts x {ranks} ranks; {sizes_in_words(config, layout)}",
+        heading=f"megalite {own_version()}: {nodes} hosts x {ranks} ranks; {format_sizes(config, layout)}",
         requests=requests,
         cpus_per_task=cpus_per_task,
         signal_before_s=signal_before,

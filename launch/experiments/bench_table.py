@@ -49,7 +49,7 @@ def _row(one: PointResult, *, is_first: bool) -> list[str]:
         UNKNOWN if memory is None else gib(memory * 2**20),
         UNKNOWN if one.speed is None else with_spread(f"{one.speed.median:.3g}", one.speed),
         "is the first" if is_first else verdict(one),
-        (parts_in_words(one.parts_s) or "not recorded") + failed,
+        (format_parts(one.parts_s) or "not recorded") + failed,
     ]
 
 
@@ -88,7 +88,7 @@ def with_spread(text: str, spread: RoundSpread) -> str:
     return f"{text} ± {percent(spread.width / 2 / spread.median)}" if len(spread.values) > 1 else text
 
 
-def parts_in_words(parts_s: Mapping[str, float]) -> str:
+def format_parts(parts_s: Mapping[str, float]) -> str:
     """Names the parts of a step that take more than a little of it, the largest first."""
     whole = sum(parts_s.values())
     shares = sorted(((value / whole, PARTS[name]) for name, value in parts_s.items() if whole), reverse=True)

@@ -26,7 +26,7 @@ from launch.runtime.local_ranks import rank_environment, start_local_ranks
 from launch.runtime.printing import say
 from launch.runtime.processes import end_with_parent
 from launch.runtime.rank_environment import this_rank
-from launch.runtime.rank_process import tell_once
+from launch.runtime.rank_process import log_once
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.config import LaunchConfig
 from megalite.config.suggestions import tensor_parallel_fits, tensor_parallel_near
@@ -148,10 +148,10 @@ def rank_main(arguments: Sequence[str], kind: Callable[..., Any], work: Callable
             loaded = load(request.place, rank.rank)
         work(request, loaded)
     except USER_ERRORS as error:
-        tell_once(str(error), rank)
+        log_once(str(error), rank)
         return USER_ERROR_CODE
     except RendezvousFailed as error:
-        tell_once(str(error), rank)
+        log_once(str(error), rank)
         return FAILED_CODE
     stop_distributed()
     return 0

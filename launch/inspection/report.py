@@ -17,8 +17,8 @@ from launch.inspection.state import RunState
 from launch.inspection.status import RunStatus
 from launch.output import Table, styled
 from megalite.checkpoint.manifest import printable
-from megalite.monitor.goodput import without_record_in_words
-from megalite.monitor.progress import clock, goes_on_in_words
+from megalite.monitor.goodput import format_steps_without_record
+from megalite.monitor.progress import clock, format_continuation
 from megalite.units import count, digits, percent, plural, seconds
 
 SHOWN_EVENTS = 5
@@ -45,7 +45,7 @@ def status_lines(status: RunStatus) -> Iterator[str]:
             yield f"{name + ':':<13}{printable(text)}"
     for place, event in enumerate(status.events[-SHOWN_EVENTS:]):
         yield f"{'' if place else 'events:':<13}{printable(_event(event))}"
-    for sentence in without_record_in_words(status.without_record):
+    for sentence in format_steps_without_record(status.without_record):
         yield f"records:     {sentence}"
     for problem in status.problems:
         yield f"not read:    {printable(problem)}"
@@ -91,7 +91,7 @@ def _checkpoint(status: RunStatus) -> str:
         lost = f"{plural(at_risk, 'step')} would be lost now"
     else:
         lost = f"{plural(at_risk, 'step')} {'has' if at_risk == 1 else 'have'} to be done again"
-    goes_on = "" if status.state.is_healthy else f"; {goes_on_in_words(status.checkpoint)}"
+    goes_on = "" if status.state.is_healthy else f"; {format_continuation(status.checkpoint)}"
     return f"{newest}: {lost}{goes_on}"
 
 

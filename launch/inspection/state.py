@@ -48,7 +48,7 @@ class Traces:
     """The traces of a run that its state depends on."""
 
     is_alive: bool | None  # None: its process is on another host, whose locks cannot be seen here
-    silent_s: float  # since the last step, event or start that it wrote down
+    since_last_write_s: float  # since the last step, event or start that it wrote down
     limit_s: float  # within which the next one must come
     has_started: bool = False  # any session
     has_stepped: bool = False  # the last session
@@ -61,11 +61,11 @@ class Traces:
     logs: str = "the output of the command that started it"  # where more can be read
 
 
-def judge(traces: Traces) -> tuple[RunState, str]:
+def infer_state(traces: Traces) -> tuple[RunState, str]:
     """Returns the state and a sentence with what it follows from."""
-    silent, limit = duration(traces.silent_s), duration(traces.limit_s)
+    silent, limit = duration(traces.since_last_write_s), duration(traces.limit_s)
     why = f": {traces.error}" if traces.error else ""
-    is_alive = traces.silent_s <= traces.limit_s if traces.is_alive is None else traces.is_alive
+    is_alive = traces.since_last_write_s <= traces.limit_s if traces.is_alive is None else traces.is_alive
     if not is_alive and traces.restart:
         return RunState.WAITING, f"its supervisor starts it again: {traces.restart}"
     if traces.ending is not None and not (is_alive and traces.is_started_again):
@@ -85,7 +85,7 @@ def judge(traces: Traces) -> tuple[RunState, str]:
         gone = "it has given no sign of life" if traces.is_alive is None else "its process is gone; it wrote nothing"
         return RunState.FAILED, f"{gone} for {silent} and wrote down no end of its last session{why}"
     unseen = ", by its files: locks of its host cannot be seen here" if traces.is_alive is None else ""
-    if traces.silent_s > traces.limit_s:
+    if traces.since_last_write_s > traces.limit_s:
         return RunState.HUNG, f"its process lives, but wrote nothing for {silent}; the watchdog's limit is {limit}"
     if not traces.has_stepped:
         return RunState.WAITING, f"it starts: no step of this session has ended yet, after {silent}{unseen}"
@@ -101,7 +101,7 @@ def is_alive(run_dir: Path, holder: LockHolder | None, host: str | None) -> bool
     if locked:
         return True
     since = holder.time if holder is not None else 0.0
-    silences_s = [silent_s for written, silent_s in beat_times(run_dir) if written >= since]
+    silences_s = [since_last_write_s for written, since_last_write_s in beat_times(run_dir) if written >= since]
     if silences_s:  # of the ranks of a supervised attempt, which remove their files when they leave
         return min(silences_s) < SILENT_S
     if holder is not None and (lives := holder.is_alive()) is not None:

@@ -12,7 +12,7 @@ from typing import Any
 from launch.checkpoints.listing import CHECKPOINTS
 from launch.checkpoints.summary import sizes_text
 from launch.inspection.files import Facts, RunFiles, known, listed, number, seconds_between, time_of
-from launch.inspection.state import ENDINGS, RunState, Traces, is_alive, judge
+from launch.inspection.state import ENDINGS, RunState, Traces, infer_state, is_alive
 from launch.supervision.supervisor import LOG, announced_restart
 from megalite.checkpoint.manifest import STEP, find_latest, step_folders, step_of
 from megalite.config import Config
@@ -75,10 +75,10 @@ def read_status(run_dir: Path) -> RunStatus:
     # elsewhere, a lock that was taken after the end may be that of a command which found nothing left to do
     if holder is not None and (lives or (lives is None and not endings)):
         last_activity = max(last_activity, holder.time)
-    state, reason = judge(
+    state, reason = infer_state(
         Traces(
             is_alive=lives,
-            silent_s=max(0.0, time.time() - last_activity),
+            since_last_write_s=max(0.0, time.time() - last_activity),
             limit_s=_limit_s(files, own, steps_s, is_saving=any((run_dir / CHECKPOINTS).glob(".step_*.tmp"))),
             has_started=bool(session or files.records),  # events may be damaged
             has_stepped=bool(own),

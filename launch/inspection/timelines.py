@@ -80,7 +80,7 @@ def steps_between(run_dir: Path, first: int, last: int) -> list[int]:
     if found := [step for step in kept if first <= step <= last]:
         return found
     raise LaunchError(
-        f"{run_dir} has kept no timeline of steps {first} to {last}: there are those of {numbers_in_words(kept)}"
+        f"{run_dir} has kept no timeline of steps {first} to {last}: there are those of {format_numbers(kept)}"
     )
 
 
@@ -144,9 +144,9 @@ def _lacking(step: int, aligned: AlignedStep, read: int) -> Iterable[str]:
     if read > len(timelines):
         yield f"step {step}: {read - len(timelines)} files are of an earlier start with another layout, and left out"
     if missing := [rank for rank in range(world) if rank not in timelines]:
-        yield f"step {step}: there is no timeline of ranks {numbers_in_words(missing)} of {world}"
+        yield f"step {step}: there is no timeline of ranks {format_numbers(missing)} of {world}"
     if cut := [rank for rank, timeline in timelines.items() if timeline.is_cut]:
-        yield f"step {step}: ranks {numbers_in_words(cut)} did more than is recorded of a step, whose end is missing"
+        yield f"step {step}: ranks {format_numbers(cut)} did more than is recorded of a step, whose end is missing"
     if aligned.unmet:
         yield (
             f"step {step}: the clocks of {', '.join(sorted(aligned.unmet))} are compared by the time of day, because "
@@ -158,7 +158,7 @@ def _layout(owner: Owner) -> tuple[object, ...]:
     return tuple(getattr(owner, name) for name in LAYOUT)
 
 
-def numbers_in_words(numbers: Sequence[int]) -> str:
+def format_numbers(numbers: Sequence[int]) -> str:
     """Returns ascending numbers with ranges, as `0-3, 7`."""
     counter = count()
     ranges = [list(each) for _, each in groupby(numbers, key=lambda number: number - next(counter))]

@@ -19,7 +19,7 @@ from megalite.planner.cost.shapes import parameters
 from megalite.planner.cost.step_time import StepTime, step_time
 from megalite.planner.explanation import why_nothing_fits
 from megalite.planner.failure_rates import HOURS_PER_DAY
-from megalite.planner.outlook import reliability_of, stated_interval_s
+from megalite.planner.forecast import reliability_of, stated_interval_s
 from megalite.planner.reliability.goodput_model import JobScale, Reliability, at_scale
 from megalite.planner.run_length import RunLength, run_length
 from megalite.planner.search import search

@@ -100,7 +100,7 @@ def layout_or_likely(config: Config, ranks: Ranks) -> tuple[Config, ResolvedLayo
     return likely, layout, [DECIDED_LATER]
 
 
-def sizes_in_words(config: Config, layout: ResolvedLayout) -> str:
+def format_sizes(config: Config, layout: ResolvedLayout) -> str:
     """The sizes of a layout, for a heading."""
     if config.unresolved_options:
         return "layout chosen at the start"

@@ -184,20 +184,20 @@ def comparison(prediction: Prediction, measured: Facts, mesh: Mesh) -> list[str]
             fullest[stage] = max(fullest.get(stage, 0.0), one["peak_mib"] * 2**20)
     pairs = [
         f"{f'stage {one.stage} ' * (len(prediction.memory) > 1)}predicted {gib(one.total)}, measured {gib(peak)} "
-        f"({error_in_words(one.total, peak)})"
+        f"({format_error(one.total, peak)})"
         for one in prediction.memory
         if (peak := fullest.get(one.stage)) is not None
     ]
     return [*sentences, f"peak memory: {'; '.join(pairs)}"] if pairs else sentences
 
 
-def error_in_words(predicted: float, measured: float) -> str:
+def format_error(predicted: float, measured: float) -> str:
     """The relative error of a prediction, such as `predicted 3.1 % more than measured`."""
     error = f"{abs(predicted / measured - 1):.1%}".replace("%", " %")
     return f"predicted {error} {'more' if predicted > measured else 'less'} than measured"
 
 
-def rough_error_in_words(predicted_s: float, measured_s: float) -> str:
+def format_rough_error(predicted_s: float, measured_s: float) -> str:
     """The error of a guess, such as `predicted 20 times as long as measured`."""
     for longer_s, shorter_s, words in (
         (predicted_s, measured_s, "predicted {} times as long as measured"),
@@ -217,7 +217,7 @@ def _expected(prediction: Prediction) -> str:
 
 def _step_error(prediction: Prediction, measured_s: float) -> str:
     assert prediction.step is not None and prediction.machine is not None
-    words = rough_error_in_words if prediction.why_rough else error_in_words
+    words = format_rough_error if prediction.why_rough else format_error
     return words(prediction.step.seconds, measured_s)
 
 

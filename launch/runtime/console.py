@@ -27,7 +27,7 @@ CHUNK_BYTES = select.PIPE_BUF  # a pipe that is ready takes this many bytes at o
 
 
 class Console:
-    """Both output streams of this process, as `outlive_readers` returns them."""
+    """Both output streams of this process, as `keep_output_after_hangup` returns them."""
 
     def __init__(self) -> None:
         self._path: Path | None = None
@@ -100,7 +100,7 @@ def _open_nonblocking(descriptor: int) -> int:
     return descriptor
 
 
-def outlive_readers() -> Console:
+def keep_output_after_hangup() -> Console:
     """Replaces stdout and stderr for the rest of this process."""
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # libraries write to the descriptors themselves
     open_closed_streams()

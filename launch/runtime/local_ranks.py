@@ -93,12 +93,12 @@ def start_local_ranks(mesh: Mesh, environment: dict[str, str], arguments: Sequen
         shared[FOLDER] = str(folder)
         with ProcessTree(command, os.environ | environment | shared, copies=numbers) as tree:
             code = wait_for(tree, signals, stop, ranks=tree.commands)
-            _tell_killed([process.returncode for process in tree.processes], mesh, stop)  # before the others are ended
+            _log_killed([process.returncode for process in tree.processes], mesh, stop)  # before the others are ended
             tree.end(LEFT_RANKS_S, until=signals.take)
     return _documented_code(code, stop)
 
 
-def _tell_killed(codes: Sequence[int | None], mesh: Mesh, stop: StopRequest) -> None:
+def _log_killed(codes: Sequence[int | None], mesh: Mesh, stop: StopRequest) -> None:
     """Names the ranks that a signal has ended, unless it is one that the command itself has passed on."""
     own = {stop.signal, signal.SIGTERM, *((signal.SIGKILL,) if stop.is_urgent else ())} if stop.signal else set()
     for rank, code in enumerate(codes):

@@ -26,7 +26,7 @@ GRACE_S = 5.0
 LOST_OUTPUT_CODE = 120  # of Python when buffered output cannot be written
 
 
-def tell_once(sentence: str, rank: Rank | None) -> None:
+def log_once(sentence: str, rank: Rank | None) -> None:
     """Prints an error once per host.
 
     The launcher ends all ranks when one has ended. So local rank 0 prints at once, and another rank only if it still

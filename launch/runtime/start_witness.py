@@ -72,7 +72,7 @@ class StartWitness:
         except OSError:  # no process or no memory: the run itself may still start
             return
         os.register_at_fork(after_in_child=self._close_pipe)  # else a forked child would keep it open
-        sys.excepthook = self._tell_exception  # of imports: a package is missing here
+        sys.excepthook = self._report_exception  # of imports: a package is missing here
         self.update(environment)
 
     def update(self, environment: Mapping[str, str]) -> None:
@@ -113,7 +113,7 @@ class StartWitness:
         with contextlib.suppress(subprocess.TimeoutExpired):  # it goes on by itself, where whoever started us lets it
             process.wait(TELLING_S - SAY_S)
 
-    def _tell_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def _report_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self.fail(1, f"{kind.__name__}: {error}")
         sys.__excepthook__(kind, error, trace)
         self.end()

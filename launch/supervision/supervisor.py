@@ -45,7 +45,7 @@ from megalite.checkpoint.small_files import read_end
 from megalite.config import Config
 from megalite.monitor.line_files import append_line
 from megalite.monitor.observer import Nonfatal
-from megalite.monitor.progress import goes_on_in_words
+from megalite.monitor.progress import format_continuation
 
 log = get_logger(__name__)
 
@@ -195,7 +195,7 @@ class Supervisor(ABC):
         """Returns an exit code with its meaning, how far the run has come, and what starting it again does."""
         if code in (0, USER_ERROR_CODE) or not self._folder.step:
             return describe(code)
-        return f"{describe(code)} {self._folder}; {goes_on_in_words(self._folder.checkpoint)}"
+        return f"{describe(code)} {self._folder}; {format_continuation(self._folder.checkpoint)}"
 
     def _total_steps(self) -> int | None:
         """Returns the length of the run in steps, counted from its newest checkpoint; None if it is not known."""

@@ -46,7 +46,7 @@ from megalite.checkpoint.manifest import find_latest, read_manifest
 from megalite.checkpoint.retention import clean_up
 from megalite.config import Config
 from megalite.monitor.events import EVENTS, EventLog
-from megalite.monitor.progress import goes_on_in_words
+from megalite.monitor.progress import format_continuation
 from megalite.parallel.mesh import Mesh
 from megalite.resilience.signals import START_UP, STOP_SIGNALS, exit_code_for
 from megalite.units import plural
@@ -93,7 +93,7 @@ def start_local_run(config: Config, arguments: Sequence[str], flags: StartFlags 
         )
     elif code not in SAID_HOW and config.checkpoint.resume and ATTEMPT not in os.environ:  # else it is started again
         newest, _ = find_latest(checkpoints_of(config))
-        log.warning(goes_on_in_words(None if newest is None else read_manifest(newest).step))
+        log.warning(format_continuation(None if newest is None else read_manifest(newest).step))
     return code
 
 
@@ -159,7 +159,7 @@ def print_dry_run(config: Config, flags: StartFlags = NO_FLAGS, *, full: bool = 
     with progress_lines(CHECKING, first_s=TRAIN_WORD_S):
         run = check_start(config, flags, is_dry=True)
     layout, position = run.layout, run.position
-    facts = run_facts(run.config, layout, position.data, position.start, _devices_in_words(run))
+    facts = run_facts(run.config, layout, position.data, position.start, _format_devices(run))
     prediction = _predict(run)
     predicted = prediction_facts(facts, prediction, run.memory)
     if as_json:
@@ -199,7 +199,7 @@ def _predict(run: CheckedRun) -> Prediction:
     return replace(predicted, memory=run.memory.stages)
 
 
-def _devices_in_words(run: CheckedRun) -> str:
+def _format_devices(run: CheckedRun) -> str:
     ranks = plural(run.layout.world_size, "rank")
     if run.device == "cpu":
         return f"{ranks} on this CPU ({cpu_name()})"

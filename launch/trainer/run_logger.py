@@ -14,7 +14,7 @@ from launch.runtime.logs import get_logger
 from launch.trainer.data.source_progress import SourceProgress
 from launch.trainer.prediction_tracker import PredictionTracker, RankMemory, ranks_of_a_host
 from launch.trainer.run_page_process import RunPageProcess
-from launch.trainer.run_summary import total_in_words, warning_of_long_step
+from launch.trainer.run_summary import format_total, warning_of_long_step
 from launch.trainer.run_tokenizer import keep_tokenizer
 from launch.trainer.start.resume import RunSetup
 from launch.trainer.start.run_folder import write_receipt, write_settings
@@ -55,7 +55,7 @@ class RunLogger(Observer):
         if not self._is_rank_zero:
             return self
         from megalite.engine.deepspeed.config import deepspeed_config
-        from megalite.monitor.goodput import Goodput, without_record_in_words
+        from megalite.monitor.goodput import Goodput, format_steps_without_record
         from megalite.monitor.sinks import open_sinks
 
         config, setup = self._config, self._setup
@@ -73,7 +73,7 @@ class RunLogger(Observer):
         training = setup.data.training  # observers that add to the records come first
         of_sources = [SourceProgress(training, config.total_steps)] if isinstance(training, MixedSamples) else []
         self._observers = [*self._others, *of_sources, self._goodput, self.prediction, *exporters, *sinks, *page]
-        missing = without_record_in_words(self._goodput.without_record)
+        missing = format_steps_without_record(self._goodput.without_record)
         for notice in (*setup.layout.notices, *setup.data.notices, *setup.start.notices, *missing):
             self.log_notice(notice)
         for reason in setup.start.passed_over:
@@ -81,7 +81,7 @@ class RunLogger(Observer):
         if setup.start.changes:
             self.event("config_changed", step=first_step, changes=[asdict(change) for change in setup.start.changes])
         self.on_start()
-        self._tell_length(first_step)
+        self._log_length(first_step)
         self._write_receipt()
         return self
 
@@ -99,7 +99,7 @@ class RunLogger(Observer):
                 ]
         return []
 
-    def _tell_length(self, step: int) -> None:
+    def _log_length(self, step: int) -> None:
         """Logs how long all steps after `step` take, and warns if each of them takes very long, once that is known."""
         prediction = self.prediction.prediction
         if self._length_is_told or prediction is None or prediction.step is None:
@@ -111,7 +111,7 @@ class RunLogger(Observer):
             return
         with self._nonfatal(self.prediction.name):
             left_s = step_s * ((batches.tokens_after(end) - batches.tokens_after(step)) / shape.tokens)
-            log.info(f"{plural(left, 'step')} to go: {total_in_words(left_s, prediction.why_rough)}")
+            log.info(f"{plural(left, 'step')} to go: {format_total(left_s, prediction.why_rough)}")
             if (warning := warning_of_long_step(step_s, shape.global_batch_size)) is not None:
                 log.warning(warning)
 
@@ -144,7 +144,7 @@ class RunLogger(Observer):
     def on_step(self, record: dict[str, Any]) -> None:
         self._for_each(lambda observer: observer.on_step(record))
         if self._is_rank_zero:
-            self._tell_length(record["step"])
+            self._log_length(record["step"])
 
     def on_breakdown(self, breakdown: StepBreakdown) -> None:
         self._for_each(lambda observer: observer.on_breakdown(breakdown))

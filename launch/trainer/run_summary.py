@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from data_pipeline.samples.mix import MixedSamples
-from launch.prediction.batch_words import stage_facts, stage_in_words
+from launch.prediction.batch_stage_text import format_stage, stage_facts
 from launch.prediction.memory_check import MemoryForecast
 from launch.prediction.prediction import Prediction
 from launch.runtime.logs import get_logger
@@ -88,7 +88,7 @@ def _learning_rates(config: Config, start: Start) -> tuple[float, float] | None:
     return learning_rate_jump(start.manifest, config) if has_changed and start.manifest is not None else None
 
 
-def _rates_in_words(facts: Facts) -> list[str]:
+def _format_rates(facts: Facts) -> list[str]:
     if facts["learning_rates"] is None:
         return []
     step, (before, after) = facts["start"]["step"], facts["learning_rates"]
@@ -98,7 +98,7 @@ def _rates_in_words(facts: Facts) -> list[str]:
     ]
 
 
-def tell_start(setup: RunSetup, devices: str, memory_warning: str | None) -> None:
+def log_start(setup: RunSetup, devices: str, memory_warning: str | None) -> None:
     """Logs the summary of a run that starts; call it on rank 0."""
     facts = run_facts(setup.config, setup.layout, setup.data, setup.start, devices)
     warn_of_passed_over(setup.start)
@@ -142,9 +142,9 @@ def summary_lines(facts: Facts) -> Lines:
     in_adapters = facts["adapter_parameters"]
     on_host = [what for what, where in facts["offload"].items() if where == "cpu"]
     return [
-        ("run", f"{facts['run_dir']}, {_start_in_words(facts['start'], length)}"),
+        ("run", f"{facts['run_dir']}, {_format_start(facts['start'], length)}"),
         *(("changed", str(OptionChange(**change))) for change in facts["changes"]),
-        *(("changed", text) for text in _rates_in_words(facts)),
+        *(("changed", text) for text in _format_rates(facts)),
         ("model", f"{model['family']}, {count(model['parameters'])} parameters"),
         *[("adapters", f"LoRA, {count(in_adapters)} parameters, which alone are trained")] * bool(in_adapters),
         (
@@ -152,7 +152,7 @@ def summary_lines(facts: Facts) -> Lines:
             f"tensor {layout['tensor_parallel_size']} x pipeline {layout['pipeline_parallel_size']}{schedule} x "
             f"data {layout['data_parallel_size']}, {parallel}: {facts['devices']}",
         ),
-        ("per rank", _stages_in_words(facts["stages"])),
+        ("per rank", _format_stages(facts["stages"])),
         ("recompute", of_stages([stage["recompute"] for stage in facts["stages"]])),
         *[("offload", f"{' and '.join(on_host)} in the memory of the host")] * bool(on_host),
         (
@@ -160,7 +160,7 @@ def summary_lines(facts: Facts) -> Lines:
             f"{batch['samples']:,} samples x {batch['sequence_length']:,} tokens = {batch['tokens']:,} tokens a step; "
             f"on each replica {number:,} micro-batch{'es' * (number > 1)} of {size:,}",
         ),
-        *(("batch", stage_in_words(stage)) for stage in batch["stages"]),
+        *(("batch", format_stage(stage)) for stage in batch["stages"]),
         *_data_lines(data),
         ("length", f"{plural(length['steps'], 'step')}{done}, {count(length['tokens_left'])} tokens"),
     ]
@@ -224,11 +224,11 @@ def prediction_lines(facts: Facts, predicted: Facts) -> Lines:
     because = "" if rough is None else f" ({rough})"
     return [
         ("memory", text),
-        ("time", f"{step} a step; in all {total_in_words(predicted['seconds_left'], rough)}{because}"),
+        ("time", f"{step} a step; in all {format_total(predicted['seconds_left'], rough)}{because}"),
     ]
 
 
-def total_in_words(whole_s: float, rough: str | None) -> str:
+def format_total(whole_s: float, rough: str | None) -> str:
     """Returns the predicted time of all steps that are left: with one digit where it is `rough`."""
     whole = duration(whole_s) if rough is None else f"roughly {about(whole_s)}"
     return f"{whole}, without evaluations and saves"
@@ -273,7 +273,7 @@ def _in_adapters(config: Config) -> int:
     return adapter_numbers(config.model, config.adapter, stage_shapes(config.model, 1, 1)[0], 1)
 
 
-def _start_in_words(start: Facts, length: Facts) -> str:
+def _format_start(start: Facts, length: Facts) -> str:
     if start["resumes"] and not length["steps_left"]:
         return f"at step {start['step']:,} of {length['steps']:,}: nothing left to train"
     if start["resumes"]:
@@ -290,7 +290,7 @@ def _held(shape: StageShape) -> str:
     return ", ".join([*["embedding"] * shape.has_embedding, *blocks, *["head"] * shape.has_head])
 
 
-def _stages_in_words(stages: list[Facts]) -> str:
+def _format_stages(stages: list[Facts]) -> str:
     if len(stages) == 1:
         return f"{count(stages[0]['parameters_per_rank'])} parameters, before ZeRO cuts them"
     if len(stages) > MOST_STAGES:

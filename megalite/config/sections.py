@@ -415,7 +415,7 @@ class PrometheusConfig(Section):
     """Port on each host; where it is taken, the next free one of ten."""
 
     host: Annotated[str, Field(pattern=r"^[^\s/@]{1,253}$")] = "127.0.0.1"
-    """Address to listen at; 0.0.0.0 admits every host that reaches this one, and nobody is asked who he is."""
+    """Address to listen at; 0.0.0.0 admits every host that reaches this one: the endpoint has no authentication."""
 
     textfile: Path | None = Field(default=None, examples=["/var/lib/prometheus/node-exporter"])
     """Folder of node_exporter's textfile collector, for `megalite_RUN.prom`. Left out: no such file."""

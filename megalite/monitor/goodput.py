@@ -366,7 +366,7 @@ class _Steps:
             self.seconds["lost"] += value
 
 
-def without_record_in_words(stretches: Sequence[Sequence[int]]) -> list[str]:
+def format_steps_without_record(stretches: Sequence[Sequence[int]]) -> list[str]:
     """Returns a sentence about the first and last steps of stretches that have no record; none where there are none."""
     if not stretches:
         return []

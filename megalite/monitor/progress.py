@@ -32,7 +32,7 @@ def duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if minutes < 2 else f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.1f} h"
 
 
-def goes_on_in_words(checkpoint: int | None) -> str:
+def format_continuation(checkpoint: int | None) -> str:
     """Returns what the command of a run that has ended too early does when it is given again."""
     if not checkpoint:
         return "the same command begins again with step 1"

@@ -44,8 +44,10 @@ class RankSignals:
     """The stop signals of this process, from `take_signals` on."""
 
     def __init__(self) -> None:
-        self.speaks = os.environ.get("LOCAL_RANK", "0") == "0"  # of several ranks on a host, one says why they end
-        self.obeys_repeats = True  # False: a supervisor sends signals more than once, and kills where that is wanted
+        self.logs = os.environ.get("LOCAL_RANK", "0") == "0"  # of several ranks on a host, one says why they end
+        self.honors_repeated_signals = (
+            True  # False: a supervisor sends signals more than once, and kills where that is wanted
+        )
         self.when = START_UP  # ends the sentence about a signal that ends the process while it does not train
         self.first = 0  # the signal that asked training to end; 0: none
         self._received_at: dict[int, float] = {}  # signal -> time.monotonic
@@ -98,7 +100,7 @@ class RankSignals:
 
     def _ends_at_once(self, number: int, seconds: float) -> bool:
         # Linux repeats SIGTERM when the launcher that passed it on dies
-        is_lasting = number in ANNOUNCEMENTS or not self.obeys_repeats or os.getppid() != self._parent
+        is_lasting = number in ANNOUNCEMENTS or not self.honors_repeated_signals or os.getppid() != self._parent
         return not is_lasting and is_repeated(number, seconds)
 
     def _leave(self, sentence: str, code: int) -> NoReturn:
@@ -107,7 +109,7 @@ class RankSignals:
 
     def _say(self, sentence: str) -> None:
         """Logs a warning, without waiting for a console that nobody reads, or a lock that is held."""
-        if not self.speaks or not sentence:
+        if not self.logs or not sentence:
             return
         speaker = threading.Thread(target=log.warning, args=("%s", sentence), daemon=True)
         speaker.start()

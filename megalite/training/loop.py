@@ -90,13 +90,13 @@ class _TrainingRun:
     ) -> None:
         self._engine, self._config, self._context, self._recorder = engine, config, context, recorder
         self._self_check, self._total_steps = SelfCheck(engine), config.total_steps
-        self._go_on_from(state)
+        self._resume_from(state)
         self._unread: _BegunStep | None = None
         self._last_read = 0.0  # time.perf_counter, when the last result was read
         self._step_time_s = 0.0  # of the last step that was read
         self._evaluation_loss: float | None = None  # of the last step that was read, or of the checkpoint gone back to
 
-    def _go_on_from(self, state: TrainState) -> None:
+    def _resume_from(self, state: TrainState) -> None:
         self._state = state  # after the last step that was begun
         self._shapes = self._config.counted_from(state.step, state.tokens_seen).batches
         self._source_losses = SourceLossMeans(self._config, state.source_losses)
@@ -124,7 +124,7 @@ class _TrainingRun:
                 self._unread = begun
                 self._recorder.cut()
 
-            stop, is_next_save_due = self._meet(step, has_read=read is not None)
+            stop, is_next_save_due = self._synchronize(step, has_read=read is not None)
             if stop and self._unread is not None:
                 self._finish(self._unread)
                 self._unread = None
@@ -190,7 +190,7 @@ class _TrainingRun:
         if (returned := _intervene(self._context, intervention, state)) is None:
             return False
         state, self._evaluation_loss = returned
-        self._go_on_from(state)
+        self._resume_from(state)
         return True  # or a crash would go back there again and again
 
     def _read(self, begun: _BegunStep) -> tuple[dict[str, Any], TrainState]:
@@ -242,14 +242,14 @@ class _TrainingRun:
         observer.on_step(record)
         self._step_time_s = record["step_time_s"]
 
-    def _meet(self, step: int, *, has_read: bool) -> tuple[Stop | None, bool]:
+    def _synchronize(self, step: int, *, has_read: bool) -> tuple[Stop | None, bool]:
         """Agrees with all ranks on what comes next; returns why to stop, and whether the coming step is saved."""
         self._engine.activity.record_op(Operation.MEET, peers=self._engine.activity.peers.everyone)
         stop, is_next_save_due, is_next_profiled = self._context.requests.agree(
             save_next=has_read and self._context.checkpoints.is_due(self._step_time_s),
             profile_next=self._recorder.profiler.is_asked(),
         )
-        self._recorder.left_meeting(step, profile_next=is_next_profiled)
+        self._recorder.after_barrier(step, profile_next=is_next_profiled)
         return stop, is_next_save_due
 
     def _is_checked(self, step: int, *, is_save_due: bool) -> bool:

@@ -11,7 +11,7 @@ from statistics import median
 
 from launch.cluster.doctor.findings import FAIL, HERE, OK, WARN, Answers, Facts, Finding, Problems, fold, usual
 from launch.cluster.doctor.host_checks import on_gpus
-from launch.prediction.auto_layout import layout_or_likely, sizes_in_words
+from launch.prediction.auto_layout import format_sizes, layout_or_likely
 from launch.runtime.devices import Device
 from megalite.config import ConfigError
 from megalite.planner.search import Ranks
@@ -45,7 +45,7 @@ def check_layout(answers: Answers) -> list[Finding]:
         return [Finding("layout", FAIL, (), str(error))]
     if later:
         return [Finding("layout", OK, (), f"{later[0]}; {ranks} slots")]
-    return [Finding("layout", OK, (), f"{sizes_in_words(config, layout)} on {ranks} slots")]
+    return [Finding("layout", OK, (), f"{format_sizes(config, layout)} on {ranks} slots")]
 
 
 def check_machines(answers: Answers) -> list[Finding]:

@@ -19,7 +19,7 @@ from launch.pages.svg import (
     horizontal_axis,
     line,
 )
-from launch.prediction.prediction import error_in_words
+from launch.prediction.prediction import format_error
 from megalite.units import MIB, gib, plural
 
 NAMES, VALUES = 136.0, 110.0  # pixels
@@ -50,7 +50,7 @@ def memory_section(found: RunFindings) -> PageSection:
             str(stage),
             gib(peak),
             gib(predicted[stage]) if stage in predicted else "",
-            error_in_words(predicted[stage], peak) if stage in predicted else "",
+            format_error(predicted[stage], peak) if stage in predicted else "",
         ]
         for rank, stage, peak in shown
     ]

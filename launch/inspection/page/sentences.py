@@ -9,7 +9,7 @@ import numpy as np
 from launch.inspection.files import number
 from launch.inspection.page.findings import RunFindings, numbers_at, value_at
 from launch.inspection.why import advice
-from launch.prediction.prediction import error_in_words, rough_error_in_words
+from launch.prediction.prediction import format_error, format_rough_error
 from megalite.checkpoint.manifest import printable
 from megalite.config.loading.hidden_secrets import without_secrets
 from megalite.monitor.steps.parts import PARTS, communication_share
@@ -77,7 +77,7 @@ def _prediction(found: RunFindings) -> Iterator[str]:
         yield "There is no prediction of the step time" + (f": {printable(str(problem))}." if problem else ".")
         return
     if measured_s is not None and measured_s > 0:
-        words = rough_error_in_words if value_at(prediction, "rough") else error_in_words
+        words = format_rough_error if value_at(prediction, "rough") else format_error
         sentence = f"The plan said {seconds(predicted_s)} a step, it took {seconds(measured_s)}"
         yield f"{sentence} ({words(predicted_s, measured_s)}).{_worst_part(found, prediction)}"
     published = found.receipt.get("published")

@@ -20,15 +20,15 @@ from launch.planning.report.memory_figure import memory_caption, memory_figure
 from launch.planning.report.ranking_table import ranking_caption, ranking_table
 from launch.planning.report.timeline_figure import timeline_section
 from launch.planning.report.waterfall_figure import waterfall_caption, waterfall_figure
-from launch.planning.tables.outlook import interval_words, money, outlook_lines
+from launch.planning.tables.forecast import forecast_lines, format_interval, money
 from megalite.config import Config
 from megalite.planner.cost.checkpoints import PER_NODE
 from megalite.planner.cost.memory import CUDA
 from megalite.planner.cost.shapes import parameters
 from megalite.planner.explanation import explain
 from megalite.planner.failure_rates import PUBLISHED_BAND
+from megalite.planner.forecast import RunForecast, forecast_of
 from megalite.planner.hardware import Cluster, is_guess
-from megalite.planner.outlook import RunOutlook, outlook_of
 from megalite.planner.search import LayoutCandidate, SearchResult
 from megalite.units import about, count, duration, gib, percent, plural, seconds, short
 
@@ -44,8 +44,8 @@ def write_report(
     where `path` cannot be written.
     """
     assert result.best is not None, "a report needs a layout that fits"
-    outlook = outlook_of(config, result.best.job, result.best.time.seconds, cluster.accelerators_per_node)
-    write_file(path, _render(result, result.best, cluster, name, outlook, config, price))
+    forecast = forecast_of(config, result.best.job, result.best.time.seconds, cluster.accelerators_per_node)
+    write_file(path, _render(result, result.best, cluster, name, forecast, config, price))
 
 
 def _render(
@@ -53,12 +53,12 @@ def _render(
     winner: LayoutCandidate,
     cluster: Cluster,
     name: str,
-    outlook: RunOutlook,
+    forecast: RunForecast,
     config: Config,
     price: float | None,
 ) -> str:
     """Fills in page.html. Every text is escaped; figures and tables are elements."""
-    assumed, scale = outlook.assumed, outlook.scale
+    assumed, scale = forecast.assumed, forecast.scale
     job, layout, time, limit = winner.job, winner.job.layout, winner.time, cluster.memory_bytes
     model, size, rough = job.model, parameters(job.model), is_guess(cluster.accelerator)
     size_text = f"{size / 1e9:.3g} billion" if size >= 1e9 else f"{size / 1e6:.3g} million"
@@ -75,11 +75,11 @@ def _render(
         "ranks": plural(layout.world_size, "rank"),
         "tiles": [
             element("div", element("b", number), element("span", name), class_="tile")
-            for name, number in _tiles(winner, cluster, outlook, config, price).items()
+            for name, number in _tiles(winner, cluster, forecast, config, price).items()
         ],
         "reasons": [
             element("li", with_code(sentence))
-            for sentence in (*explain(result), *outlook_lines(outlook, config, price, rough=rough))
+            for sentence in (*explain(result), *forecast_lines(forecast, config, price, rough=rough))
         ],
         "memory": memory_figure(winner.memory, limit),
         "memory_caption": memory_caption(winner.memory, limit, winner.layout),
@@ -90,10 +90,10 @@ def _render(
         "timeline": timeline_section(winner),
         "goodput_by_interval": goodput_figure("goodput-interval", by_interval, "Goodput by checkpoint interval"),
         "goodput_by_size": goodput_figure("goodput-gpus", by_size, "Goodput by number of accelerators"),
-        "goodput_caption": goodput_caption(scale, assumed, interval_words(outlook, config)),
+        "goodput_caption": goodput_caption(scale, assumed, format_interval(forecast, config)),
         "assumptions": [
             element("tr", [element("td", cell, class_="words") for cell in one])
-            for one in assumptions_of(winner, cluster, outlook)
+            for one in assumptions_of(winner, cluster, forecast)
         ],
     }
     style, page = page_text("style.css"), (FOLDER / "page.html").read_text(encoding="utf-8")
@@ -101,10 +101,10 @@ def _render(
 
 
 def _tiles(
-    winner: LayoutCandidate, cluster: Cluster, outlook: RunOutlook, config: Config, price: float | None
+    winner: LayoutCandidate, cluster: Cluster, forecast: RunForecast, config: Config, price: float | None
 ) -> dict[str, str]:
     """The figures at the top of the page, by their names."""
-    time, length, limit, is_rough = winner.time, outlook.length, cluster.memory_bytes, is_guess(cluster.accelerator)
+    time, length, limit, is_rough = winner.time, forecast.length, cluster.memory_bytes, is_guess(cluster.accelerator)
     tiles = {
         f"expected for {plural(length.steps, 'step')}": about(length.wall_s) if is_rough else duration(length.wall_s),
     }
@@ -120,8 +120,8 @@ def _tiles(
         tiles["model FLOPs utilization"] = percent(time.model_flops_utilization)
     return tiles | {
         f"fullest rank, {percent(winner.fullest.total / limit)} of {gib(limit)}": gib(winner.fullest.total),
-        "goodput: wall time that counts": percent(outlook.scale.goodput),
-        "between checkpoints": duration(outlook.scale.interval_s) if config.checkpoint.interval else "none",
+        "goodput: wall time that counts": percent(forecast.scale.goodput),
+        "between checkpoints": duration(forecast.scale.interval_s) if config.checkpoint.interval else "none",
     }
 
 
@@ -132,9 +132,11 @@ def _html(value: str | Element | Sequence[Element]) -> str:
     return "\n".join(tostring(each, encoding="unicode", method="html") for each in elements)
 
 
-def assumptions_of(winner: LayoutCandidate, cluster: Cluster, outlook: RunOutlook) -> tuple[tuple[str, str, str], ...]:
+def assumptions_of(
+    winner: LayoutCandidate, cluster: Cluster, forecast: RunForecast
+) -> tuple[tuple[str, str, str], ...]:
     """Lists the assumptions, the least certain ones first: what is assumed, its value and the source."""
-    job, assumed, scale = winner.job, outlook.assumed, outlook.scale
+    job, assumed, scale = winner.job, forecast.assumed, forecast.scale
     accelerator, (low, high) = cluster.accelerator, PUBLISHED_BAND
     storage = assumed.storage
     writers = "one writer a node" if storage.writers == PER_NODE else f"writers: {storage.writers}"

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from launch.output import Table
-from launch.planning.tables.outlook import money
+from launch.planning.tables.forecast import money
 from launch.runtime.logs import get_logger
 from launch.runtime.printing import say
 from megalite.planner.cost.checkpoints import time_shares

@@ -17,7 +17,7 @@ from data_pipeline.samples.staged import CutSamples
 from data_pipeline.storage.indexed import IndexedTokens
 from data_pipeline.storage.meta import CorpusMeta, read_meta
 from launch.trainer.data.packing import plan_cache
-from launch.trainer.data.run_mix import FollowedMix, check_epochs, mixed, notices_of
+from launch.trainer.data.run_mix import MixHistory, check_epochs, mixed, notices_of
 from launch.trainer.loss_targets import notice_of_evaluation, notices_of_targets
 from megalite.checkpoint.manifest import step_folders
 from megalite.config import Config, ResolvedLayout
@@ -53,7 +53,7 @@ class RunData:
     tokenizer_files: bool = False  # all its files were read when they were prepared
     ends_of_turns: tuple[int | None, ...] = ()  # and of documents; None: older versions recorded none for chats
 
-    def from_position(self, config: Config, followed: FollowedMix) -> RunData:
+    def from_position(self, config: Config, followed: MixHistory) -> RunData:
         """Returns the data of a run that goes on from a position, from which `config` counts its length.
 
         Raises DataError if a source would be read more often than it may be.
@@ -193,7 +193,7 @@ def _remedy(config: Config, vocab_size: int) -> str:
 
 
 def training_batches(
-    data: RunData, config: Config, layout: ResolvedLayout, replica: int, followed: FollowedMix
+    data: RunData, config: Config, layout: ResolvedLayout, replica: int, followed: MixHistory
 ) -> Iterator[list[TokenBatch]]:
     """Returns this replica's micro-batches of each step from a position to the end, prepared ahead in a thread.
 
@@ -204,7 +204,7 @@ def training_batches(
 
 
 def _batches_by_stage(
-    data: RunData, config: Config, plan: BatchPlan, followed: FollowedMix, last_step: int
+    data: RunData, config: Config, plan: BatchPlan, followed: MixHistory, last_step: int
 ) -> Iterator[Iterator[list[TokenBatch]]]:
     stretches, consumed = config.batches.stretches, followed.consumed_samples
     ends = [*(stretch.step for stretch in stretches[1:]), last_step]

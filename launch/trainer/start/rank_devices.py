@@ -63,7 +63,7 @@ def _this_machine(ranks: int, nodes: int, allocator: memory.Device) -> Callable[
     return lambda: describe_machine(ranks, on_cpu=allocator.kind == "cpu", nodes=nodes, limits=UNMEASURED).cluster
 
 
-def devices_in_words(devices: Sequence[RankDevice]) -> str:
+def format_devices(devices: Sequence[RankDevice]) -> str:
     """Returns the devices in words, such as `16 ranks on 2 hosts (NVIDIA H100 80GB HBM3)`."""
     hosts, names = ranks_of_hosts(devices), dict.fromkeys(one.name for one in devices)
     where = devices[0].host if len(hosts) == 1 else f"{len(hosts)} hosts"

@@ -113,7 +113,7 @@ class StepRecorder:
         with self._nonfatal("the record of a step"):
             self._tape.cut()
 
-    def left_meeting(self, step: int, *, profile_next: bool) -> None:
+    def after_barrier(self, step: int, *, profile_next: bool) -> None:
         """Notes that all ranks have met at the end of a step, and what they agreed on.
 
         They leave at about the same moment.

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from data_pipeline.prepare.prepare import PrepareProgress
-from launch.cli.prepare_words import words_of
+from launch.cli.prepare_output import words_of
 from tests.unit.launch.cli.test_mistakes import command
 
 USUAL = ["prepare", "corpus", "-t", "tok", "-o", "data/mine", "--train-vocab-size", "300"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.inspection.state import RunState, Traces, is_alive, judge
+from launch.inspection.state import RunState, Traces, infer_state, is_alive
 from launch.runtime.run_lock import LOCK, LockHolder, take_lock
 
 CASES = {
@@ -51,7 +51,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_each_kind_of_run_has_its_state(case: str) -> None:
     traces, expected = CASES[case]
-    state, reason = judge(traces)
+    state, reason = infer_state(traces)
     assert state is expected and reason, reason
     healthy = {RunState.RUNNING, RunState.WAITING, RunState.ENDED}
     assert state.is_healthy == (state in healthy)
@@ -73,7 +73,7 @@ BEFORE = f"ended before its first step: {ERROR}; see the output of the command t
 )
 def test_a_run_that_crashed_says_when_and_why(traces: Traces, said: str) -> None:
     """ "It wrote down no end" left a reader to find out that not one step was made."""
-    assert judge(traces)[1].endswith(said)
+    assert infer_state(traces)[1].endswith(said)
 
 
 def beat(run_dir: Path, age_s: float) -> None:

@@ -17,7 +17,7 @@ from launch.cli.app import main
 from launch.errors import USER_ERROR_CODE
 from launch.inspection import why
 from launch.inspection.files import RunFiles
-from launch.inspection.timelines import numbers_in_words, read_kept_step
+from launch.inspection.timelines import format_numbers, read_kept_step
 from launch.inspection.trace import write_trace
 from megalite.monitor.steps.timeline import RankTimeline, step_folder, write_timeline
 from megalite.monitor.steps.what_if import what_if
@@ -296,4 +296,4 @@ def test_texts_of_strangers_do_not_reach_the_terminal(run: Path, capfd: pytest.C
 
 
 def test_numbers_in_words() -> None:
-    assert numbers_in_words([0, 1, 2, 3, 7, 9, 10]) == "0-3, 7, 9-10"
+    assert format_numbers([0, 1, 2, 3, 7, 9, 10]) == "0-3, 7, 9-10"

@@ -22,7 +22,7 @@ from launch.prediction.memory_check import (
 )
 from launch.prediction.this_machine import ROUGH, UNMEASURED, describe_machine
 from launch.runtime.local_ranks import MALLOC_TUNABLES
-from launch.trainer.start.rank_devices import check_memory_of_ranks, devices_in_words
+from launch.trainer.start.rank_devices import check_memory_of_ranks, format_devices
 from megalite.config import Config, ConfigError, ResolvedLayout, resolve_layout
 from megalite.config.auto import CHOOSABLE
 from megalite.planner.cost.memory import CPU, CUDA
@@ -217,7 +217,7 @@ def test_ranks_look_at_the_host_with_least_memory_for_each(tiny: dict[str, Any])
         check_memory_of_ranks(config, layout, [large, small, small], force=False)
     warning = check_memory_of_ranks(config, layout, [large, small, small], force=True)
     assert warning is not None and "for its 2 ranks" in warning
-    assert devices_in_words([large, small, small]) == "3 ranks on 2 hosts (EPYC)"
+    assert format_devices([large, small, small]) == "3 ranks on 2 hosts (EPYC)"
 
 
 def test_the_environment_of_a_rank_does_not_decide_whether_it_starts(

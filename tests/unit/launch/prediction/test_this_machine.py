@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from launch.errors import LaunchError
 from launch.prediction import measure_cpu
 from launch.prediction import this_machine as machine_module
-from launch.prediction.prediction import Prediction, comparison, error_in_words, rough_error_in_words
+from launch.prediction.prediction import Prediction, comparison, format_error, format_rough_error
 from launch.prediction.this_machine import (
     Machine,
     MeasurementLimits,
@@ -478,8 +478,8 @@ def test_what_a_run_says(four_cores: list[int], config: Config) -> None:
     ],
 )
 def test_an_error_says_relative_to_what(predicted: float, measured: float, exact: str, rough: str) -> None:
-    assert error_in_words(predicted, measured) == exact
-    assert rough_error_in_words(predicted, measured) == rough
+    assert format_error(predicted, measured) == exact
+    assert format_rough_error(predicted, measured) == rough
 
 
 def test_predictions_are_rough_until_calibrated_and_while_others_compute(

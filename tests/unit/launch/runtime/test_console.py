@@ -19,7 +19,7 @@ import logging, os, sys, threading, traceback, warnings
 from pathlib import Path
 import launch.runtime.console as console
 console.PATIENCE_S = 0.3
-ours = console.outlive_readers()
+ours = console.keep_output_after_hangup()
 ours.keep_in(Path(sys.argv[1]), when_alone=lambda: Path(sys.argv[2]).open("a").write("alone"))
 logging.basicConfig(level="INFO", stream=sys.stdout)
 sys.stdin.read(1)  # until the reader is what the test wants
@@ -163,7 +163,7 @@ def test_characters_that_the_console_does_not_know(tmp_path: Path) -> None:
 
 def test_no_signal_comes_from_a_broken_pipe(tmp_path: Path) -> None:
     """C++ that writes into it gets an error instead."""
-    program = "import signal\nsignal.signal(signal.SIGPIPE, signal.SIG_DFL)\nconsole.outlive_readers()\n"
+    program = "import signal\nsignal.signal(signal.SIGPIPE, signal.SIG_DFL)\nconsole.keep_output_after_hangup()\n"
     program += "print(open('/proc/self/status').read())\n"
     process = start(tmp_path, program, stdout=subprocess.PIPE, text=False)
     assert go_on(process) == 0

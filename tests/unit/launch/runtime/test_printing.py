@@ -20,7 +20,7 @@ from launch.errors import LaunchError
 from launch.output import Table, console, print_csv, print_json, progress_bar, spinner, styled
 from launch.runtime.logs import get_logger
 from launch.runtime.printing import escape_what_cannot_be_written, print_exception, print_result, say, visible
-from launch.runtime.rank_process import tell_once
+from launch.runtime.rank_process import log_once
 
 TITLE, CURSOR, C1, OVERRIDE = "\x1b]0;owned\x07", "\x1b[2J", "\x9b31m", "\u202e"
 HARM = f"a{TITLE}b{CURSOR}{C1}{OVERRIDE}\rc"
@@ -52,7 +52,7 @@ WAYS: dict[str, Callable[[], object]] = {
     "say": lambda: say("said", HARM, end=f"{CURSOR}\n", flush=True),
     "log": lambda: get_logger("launch.somewhere").info("%s", HARM),
     "warning": lambda: get_logger("megalite.somewhere").warning("%s", HARM),
-    "rank": lambda: tell_once(HARM, None),
+    "rank": lambda: log_once(HARM, None),
     "traceback": lambda: print_exception(ValueError, ValueError(HARM), None),
     "table": lambda: Table([HARM, "b"], [[HARM, "1"], styled([HARM, "2"], "red"), None], HARM).print(),
     "console": lambda: console(stderr=True).print(HARM),
@@ -77,7 +77,7 @@ def test_what_an_encoding_lacks_is_shown_as_an_escape(monkeypatch: pytest.Monkey
     say("runs/lañg", flush=True)
     print_result("lañg", flush=True)
     Table(["run"], [["lañg"]]).print()
-    tell_once("no lañg", None)
+    log_once("no lañg", None)
     assert written["stdout"].buffer.getvalue().count(b"la\\xf1g") == 3  # type: ignore[attr-defined]
     assert b"no la\\xf1g" in written["stderr"].buffer.getvalue()  # type: ignore[attr-defined]
 

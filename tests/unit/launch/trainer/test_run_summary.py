@@ -14,12 +14,12 @@ from launch.prediction.this_machine import MeasurementLimits, describe_machine
 from launch.runtime.rank_environment import Rank
 from launch.trainer.data.opening import open_data
 from launch.trainer.run_summary import (
+    format_total,
+    log_start,
     prediction_facts,
     prediction_lines,
     run_facts,
     summary_lines,
-    tell_start,
-    total_in_words,
     warning_of_long_step,
     warning_of_room,
     warning_of_warmup,
@@ -112,8 +112,8 @@ def test_the_summary_and_the_prediction_agree_on_what_is_rough(
 
 
 def test_a_guess_has_one_digit() -> None:
-    assert total_in_words(71_526 * 22.94, None) == "19 days, without evaluations and saves"
-    assert total_in_words(1000 * 22.94, "why") == "roughly 6 h, without evaluations and saves"
+    assert format_total(71_526 * 22.94, None) == "19 days, without evaluations and saves"
+    assert format_total(1000 * 22.94, "why") == "roughly 6 h, without evaluations and saves"
 
 
 def test_a_step_of_days_is_said_plainly() -> None:
@@ -142,7 +142,7 @@ def test_a_disk_too_small_for_a_checkpoint_is_warned_of(tiny: dict[str, Any], mo
 def test_rank_0_tells_what_it_starts(tiny: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:
     config = Config.model_validate(tiny)
     setup = RunSetup(config, resolve_layout(config, 1, "cpu"), Rank(0, 0, 1), open_data(config), Start())
-    tell_start(setup, "1 rank on vm (EPYC)", "predicted memory: too much")
+    log_start(setup, "1 rank on vm (EPYC)", "predicted memory: too much")
     out, err = capfd.readouterr()
     labels = [line.removeprefix("megalite: ").partition(":")[0] for line in out.splitlines()]
     assert labels == ["run", "model", "layout", "per rank", "recompute", "batch", "data", "length"]

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from megalite.monitor import events as events_module
 from megalite.monitor import goodput as goodput_module
 from megalite.monitor.events import EVENTS, EventLog, read_events
-from megalite.monitor.goodput import CATEGORIES, Goodput, without_record_in_words
+from megalite.monitor.goodput import CATEGORIES, Goodput, format_steps_without_record
 from megalite.monitor.sinks.jsonl import METRICS, JsonLinesSink
 
 
@@ -285,7 +285,7 @@ def test_steps_whose_records_a_power_cut_took_are_named_and_are_no_downtime(worl
     session = world.start(12, startup_s=1, saved_at=saved_at)
     assert seconds_of(session[0]) == {"productive": 8, "startup": 11, "down": 30, "unrecorded": 4}
     assert session[0].without_record == [[9, 12]] == read_events(world.folder / EVENTS)[-1]["without_record"]
-    (sentence,) = without_record_in_words(session[0].without_record)
+    (sentence,) = format_steps_without_record(session[0].without_record)
     assert sentence.startswith("steps 9 to 12 have no record in metrics.jsonl: ")
     world.do(session, 13, 14)
     session = world.start(14)

@@ -1,4 +1,4 @@
-"""The length of a run and its outlook, held against closed forms written out by hand."""
+"""The length of a run and its forecast, held against closed forms written out by hand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megalite.config import Config
 from megalite.planner.cost.checkpoints import Save, planned_interval_s
 from megalite.planner.failure_rates import mtbf_hours
-from megalite.planner.outlook import RunOutlook, outlook_of, reliability_of
+from megalite.planner.forecast import RunForecast, forecast_of, reliability_of
 from megalite.planner.run_length import RunLength, run_length
 from megalite.planner.workload import ParallelLayout, TrainingWorkload
 
@@ -40,9 +40,9 @@ def config_of(checkpoint: dict[str, Any] | None = None, **training: Any) -> Conf
     )
 
 
-def outlook(config: Config, accelerators: int = 32, batch: int = BATCH) -> RunOutlook:
+def forecast(config: Config, accelerators: int = 32, batch: int = BATCH) -> RunForecast:
     job = TrainingWorkload(config.model, ParallelLayout(1, 1, accelerators), SEQUENCE, batch)
-    return outlook_of(config, job, STEP_S, 8)
+    return forecast_of(config, job, STEP_S, 8)
 
 
 def test_length_of_steps_and_of_tokens() -> None:
@@ -71,7 +71,7 @@ def test_a_length_in_words() -> None:
 def test_the_interval_is_that_of_a_run_with_the_same_saves(accelerators: int, background: bool, hours: float) -> None:
     """What `checkpoint.interval: auto` of a run would take that measures the save of the plan."""
     config = config_of({"background": background, "mean_hours_between_failures": hours}, steps=100)
-    scale = outlook(config, accelerators).scale
+    scale = forecast(config, accelerators).scale
     assert scale.mtbf_hours == pytest.approx(hours)
     save = Save(scale.save_blocked_s, scale.save_duration_s)
     assert scale.interval_s == pytest.approx(planned_interval_s(save, hours * 3600))
@@ -79,7 +79,7 @@ def test_the_interval_is_that_of_a_run_with_the_same_saves(accelerators: int, ba
 
 
 def test_the_wall_time_is_that_of_the_goodput() -> None:
-    seen = outlook(config_of(steps=1_000_000))
+    seen = forecast(config_of(steps=1_000_000))
     assert seen.scale.mtbf_hours == pytest.approx(mtbf_hours(4.0, 4)), "four nodes of eight"
     assert 0 < seen.length.goodput == seen.scale.goodput < 1
     assert sum(seen.scale.hours.values()) == pytest.approx(24 * seen.length.days)
@@ -89,16 +89,16 @@ def test_the_wall_time_is_that_of_the_goodput() -> None:
 
 def test_a_stated_interval_counts_in_steps() -> None:
     """500 steps of 3.5 s; 0 is the whole run, which M (e^(T/M) - 1) of wall time takes from failure to failure."""
-    assert outlook(config_of({"interval": 500}, steps=10_000)).scale.interval_s == 1750
-    assert outlook(config_of({"interval": 500}, steps=10)).scale.interval_s == pytest.approx(35)
+    assert forecast(config_of({"interval": 500}, steps=10_000)).scale.interval_s == 1750
+    assert forecast(config_of({"interval": 500}, steps=10)).scale.interval_s == pytest.approx(35)
     mtbf_h, steps = 2.0, 1000
-    whole = outlook(config_of({"interval": 0, "mean_hours_between_failures": mtbf_h}, steps=steps))
+    whole = forecast(config_of({"interval": 0, "mean_hours_between_failures": mtbf_h}, steps=steps))
     mtbf_s, training_s = mtbf_h * 3600, steps * STEP_S
     down_s, save_s = whole.assumed.down_s, whole.scale.save_blocked_s
     behind_s = whole.scale.save_duration_s - save_s
     expected_s = mtbf_s * math.exp((down_s + behind_s) / mtbf_s) * math.expm1((training_s + save_s) / mtbf_s)
     assert whole.length.wall_s == pytest.approx(expected_s, rel=1e-9)
-    never = outlook(config_of({"interval": 0, "mean_hours_between_failures": mtbf_h}, steps=1_000_000))
+    never = forecast(config_of({"interval": 0, "mean_hours_between_failures": mtbf_h}, steps=1_000_000))
     assert not never.length.ends and never.assumed.days == pytest.approx(1_000_000 * STEP_S / 86_400)
 
 
@@ -109,5 +109,5 @@ def test_failures_of_a_config_are_of_one_size_of_job() -> None:
 
 
 def test_accelerators_that_fill_no_node_fail_with_it() -> None:
-    assert outlook(config_of(steps=10), accelerators=12).scale.nodes == 2
-    assert outlook(config_of(steps=10), accelerators=12).length.accelerators == 12
+    assert forecast(config_of(steps=10), accelerators=12).scale.nodes == 2
+    assert forecast(config_of(steps=10), accelerators=12).length.accelerators == 12

@@ -77,7 +77,7 @@ def test_in_training_the_first_is_a_request_and_the_second_ends_the_process(stuc
 
 def test_a_repeated_sigterm_counts_after_a_while_but_not_under_a_supervisor(stuck: Start) -> None:
     """Which sends it again to ranks that have just been started, and kills them itself."""
-    alone, supervised = stuck(TRAINS), stuck(TRAINS + "signals.obeys_repeats = False")
+    alone, supervised = stuck(TRAINS), stuck(TRAINS + "signals.honors_repeated_signals = False")
     for _ in range(2):
         alone.send_signal(signal.SIGTERM)
         supervised.send_signal(signal.SIGTERM)

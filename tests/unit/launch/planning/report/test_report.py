@@ -20,8 +20,8 @@ from megalite.config.data import DataConfig
 from megalite.config.sections import TrainingConfig
 from megalite.planner.cost.memory import CUDA, StageMemory, memory_of
 from megalite.planner.cost.step_time import step_time
+from megalite.planner.forecast import forecast_of
 from megalite.planner.hardware import Cluster, ClusterFile, cluster_of
-from megalite.planner.outlook import outlook_of
 from megalite.planner.search import LayoutCandidate, SearchResult
 from megalite.planner.workload import ParallelLayout, TrainingWorkload
 from megalite.units import about, duration, gib, percent, seconds
@@ -316,7 +316,7 @@ def test_nothing_comes_from_elsewhere(page: Path) -> None:
 
 def test_assumptions_name_the_constant_the_rate_and_its_band(page: Path, llama: SearchResult) -> None:
     winner = llama.candidates[0]
-    assumptions = assumptions_of(winner, llama.cluster, outlook_of(config_of(MODEL, 64), winner.job, 1.0, 8))
+    assumptions = assumptions_of(winner, llama.cluster, forecast_of(config_of(MODEL, 64), winner.job, 1.0, 8))
     said = {what: f"{value} {source}" for what, value, source in assumptions}
     constant = next(words for what, words in said.items() if what.startswith("calibrated constant"))
     accelerator = llama.cluster.accelerator
@@ -363,7 +363,7 @@ def test_no_remedy_is_named_that_the_layout_cannot_have(llama: SearchResult) -> 
 
 def test_the_page_says_how_long_and_how_much(page: Path, llama: SearchResult) -> None:
     winner = llama.candidates[0]
-    length = outlook_of(config_of(MODEL, 64), winner.job, winner.time.seconds, 8).length
+    length = forecast_of(config_of(MODEL, 64), winner.job, winner.time.seconds, 8).length
     source = page.read_text(encoding="utf-8")
     assert f"<b>{duration(length.wall_s)}</b><span>expected for 100,000 steps</span>" in source
     assert f"<b>{length.price(2.5):,.0f}</b><span>price, at 2.5 an accelerator-hour</span>" in source

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
 
 
-def attention_in_words(config: Config, device: torch.device) -> str:
+def format_attention(config: Config, device: torch.device) -> str:
     """Returns the kernel of the layers of each kind in training on `device`, as one line."""
     import torch
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from launch.trainer.attention_words import attention_in_words
+from launch.trainer.attention_summary import format_attention
 from megalite.config import load_config
 from tests.helpers.commands import ROOT
 
@@ -47,4 +47,4 @@ def test_each_kind_of_layer_has_its_kernel_and_reason(options: dict[str, Any], e
     basic = {"precision.dtype": "bf16", "model.num_hidden_layers": 3, "model.head_dim": 16}
     words = [f"{name}={value}" for name, value in (basic | options).items()]
     config = load_config(ROOT / "configs" / "quickstart.yaml", words)
-    assert expected in attention_in_words(config, torch.device("cuda"))
+    assert expected in format_attention(config, torch.device("cuda"))

@@ -1,4 +1,4 @@
-"""The outlook of a run: its length, its checkpoints, and the time that saves and failures take. Pure arithmetic, no
+"""The forecast of a run: its length, its checkpoints, and the time that saves and failures take. Pure arithmetic, no
 torch.
 
 `megalite plan`, its page, `plan reliability` and `plan simulate` all ask here, so that one config on one cluster gets
@@ -19,7 +19,7 @@ from megalite.planner.workload import TrainingWorkload
 
 
 @dataclass(frozen=True)
-class RunOutlook:
+class RunForecast:
     """The length of a run, and what failures and saves cost it."""
 
     assumed: Reliability
@@ -31,8 +31,8 @@ class RunOutlook:
         return replace(self.length, goodput=goodput)
 
 
-def outlook_of(config: Config, job: TrainingWorkload, step_s: float, per_node: int) -> RunOutlook:
-    """Returns the outlook of the run of `config` as `job`, a step of which takes `step_s`, on nodes of `per_node`.
+def forecast_of(config: Config, job: TrainingWorkload, step_s: float, per_node: int) -> RunForecast:
+    """Returns the forecast of the run of `config` as `job`, a step of which takes `step_s`, on nodes of `per_node`.
 
     The job has the layout, and a global batch of its own where replicas were added.
     """
@@ -42,7 +42,7 @@ def outlook_of(config: Config, job: TrainingWorkload, step_s: float, per_node: i
     assumed = replace(reliability_of(config, per_node, nodes * per_node), interval_s=stated_interval_s(config, length))
     length = replace(length, goodput=at_scale(assumed, nodes * per_node).goodput)
     assumed = replace(assumed, days=length.days if length.ends else length.training_s / DAY_S)
-    return RunOutlook(assumed, at_scale(assumed, nodes * per_node), length)
+    return RunForecast(assumed, at_scale(assumed, nodes * per_node), length)
 
 
 def reliability_of(config: Config, per_node: int, accelerators: int | None = None) -> Reliability:

@@ -7,33 +7,33 @@ from typing import Any
 from data_pipeline.storage.files import decimal_size
 from megalite.config import Config
 from megalite.planner.failure_rates import PUBLISHED_BAND
-from megalite.planner.outlook import RunOutlook
+from megalite.planner.forecast import RunForecast
 from megalite.planner.run_length import DAY_S, hours
 from megalite.units import about, duration, percent, short
 
 LOW, HIGH = PUBLISHED_BAND
 
 
-def outlook_lines(outlook: RunOutlook, config: Config, price: float | None, *, rough: bool = False) -> list[str]:
+def forecast_lines(forecast: RunForecast, config: Config, price: float | None, *, rough: bool = False) -> list[str]:
     """Returns the lines for the console. `price`: of an accelerator-hour; `rough`: the step time is a guess."""
-    length, scale, rate = outlook.length, outlook.scale, outlook.assumed.rate_per_1000_node_days
+    length, scale, rate = forecast.length, forecast.scale, forecast.assumed.rate_per_1000_node_days
     if rough:
         cost = (
             "" if price is None else f", a price of roughly {length.price(price):.1g} at {price:g} per accelerator-hour"
         )
         return [
             f"length: {length.size}: roughly {about(length.training_s)}{cost}",
-            checkpoint_line(outlook, config, rough=True),
+            checkpoint_line(forecast, config, rough=True),
         ]
     if not length.ends:
         return [
-            f"length: {outlook.length_at(1.0)}, without saves and failures",
+            f"length: {forecast.length_at(1.0)}, without saves and failures",
             f"expected wall time: the run is never done: failures come every {duration(scale.mtbf_hours * 3600)} of "
-            f"training, and it saves {interval_words(outlook, config)}",
-            checkpoint_line(outlook, config),
+            f"training, and it saves {format_interval(forecast, config)}",
+            checkpoint_line(forecast, config),
         ]
-    slow, fast = (outlook.length_at(goodput) for goodput in (scale.goodput_at_high_rate, scale.goodput_at_low_rate))
-    training, differs = outlook.length_at(1.0), duration(fast.wall_s) != duration(slow.wall_s)
+    slow, fast = (forecast.length_at(goodput) for goodput in (scale.goodput_at_high_rate, scale.goodput_at_low_rate))
+    training, differs = forecast.length_at(1.0), duration(fast.wall_s) != duration(slow.wall_s)
     lines = [
         f"length: {training}, without saves and failures",
         f"expected wall time: {duration(length.wall_s)}, {hours(length.accelerator_hours)}, with goodput "
@@ -50,12 +50,12 @@ def outlook_lines(outlook: RunOutlook, config: Config, price: float | None, *, r
             f"price: {money(length.price(price))} at {price:g} per accelerator-hour, without storage and network"
             + (f", {least} to {most} at the published failure rates" if least != most else "")
         )
-    return [*lines, checkpoint_line(outlook, config)]
+    return [*lines, checkpoint_line(forecast, config)]
 
 
-def checkpoint_line(outlook: RunOutlook, config: Config, *, rough: bool = False) -> str:
+def checkpoint_line(forecast: RunForecast, config: Config, *, rough: bool = False) -> str:
     """Returns one sentence about the checkpoints: how often, how large, what a save costs and what is assumed."""
-    scale, size, kept = outlook.scale, int(outlook.assumed.checkpoint_bytes), config.checkpoint.keep_last
+    scale, size, kept = forecast.scale, int(forecast.assumed.checkpoint_bytes), config.checkpoint.keep_last
     cost = (
         f"a save takes {duration(scale.save_duration_s)} in the background and stops training for "
         f"{duration(scale.save_blocked_s)}"
@@ -64,24 +64,24 @@ def checkpoint_line(outlook: RunOutlook, config: Config, *, rough: bool = False)
     )
     space = f"{decimal_size(size)} each"
     if config.checkpoint.interval != 0 and not rough:
-        space += f", {decimal_size(bytes_per_day(outlook))} a day"
+        space += f", {decimal_size(bytes_per_day(forecast))} a day"
     space += f", {decimal_size(size * kept)} for keep_last {kept}" if kept else ""
-    often = interval_words(outlook, config, rough=rough)
+    often = format_interval(forecast, config, rough=rough)
     return (
         f"checkpoints: {often}, {space}; {cost}, by the assumed speed of storage "
         "(`megalite plan reliability` takes yours; a run measures its own)"
     )
 
 
-def bytes_per_day(outlook: RunOutlook) -> int:
+def bytes_per_day(forecast: RunForecast) -> int:
     """Returns what checkpoints write to storage on a day without failures."""
-    scale = outlook.scale
-    return int(outlook.assumed.checkpoint_bytes * DAY_S / (scale.interval_s + scale.save_blocked_s))
+    scale = forecast.scale
+    return int(forecast.assumed.checkpoint_bytes * DAY_S / (scale.interval_s + scale.save_blocked_s))
 
 
-def interval_words(outlook: RunOutlook, config: Config, *, rough: bool = False) -> str:
+def format_interval(forecast: RunForecast, config: Config, *, rough: bool = False) -> str:
     """Returns how often the run saves, and which option says so; `rough`: the time of steps is a guess."""
-    interval, every = config.checkpoint.interval, duration(outlook.scale.interval_s)
+    interval, every = config.checkpoint.interval, duration(forecast.scale.interval_s)
     if interval == 0:
         return "only at the end (checkpoint.interval 0)"
     if interval == "auto":
@@ -93,19 +93,19 @@ def interval_words(outlook: RunOutlook, config: Config, *, rough: bool = False) 
     )
 
 
-def outlook_as_json(outlook: RunOutlook, config: Config, price: float | None) -> dict[str, Any]:
+def forecast_as_json(forecast: RunForecast, config: Config, price: float | None) -> dict[str, Any]:
     """Returns the values for `--json`; infinite where saves never come to an end between failures."""
-    length, scale = outlook.length, outlook.scale
-    slow, fast = (outlook.length_at(goodput) for goodput in (scale.goodput_at_high_rate, scale.goodput_at_low_rate))
+    length, scale = forecast.length, forecast.scale
+    slow, fast = (forecast.length_at(goodput) for goodput in (scale.goodput_at_high_rate, scale.goodput_at_low_rate))
     return {
         "steps": length.steps,
         "tokens": length.tokens,
         "step_s": length.step_s,
         "accelerators": length.accelerators,
         "training_days": length.training_s / DAY_S,
-        "training_accelerator_hours": outlook.length_at(1.0).accelerator_hours,
+        "training_accelerator_hours": forecast.length_at(1.0).accelerator_hours,
         "goodput": length.goodput,
-        "failures_per_1000_node_days": outlook.assumed.rate_per_1000_node_days,
+        "failures_per_1000_node_days": forecast.assumed.rate_per_1000_node_days,
         "expected_days": length.days,
         "expected_days_at_low_rate": fast.days,
         "expected_days_at_high_rate": slow.days,
@@ -113,8 +113,8 @@ def outlook_as_json(outlook: RunOutlook, config: Config, price: float | None) ->
         "price": None if price is None else length.price(price),
         "checkpoint_interval": config.checkpoint.interval,
         "checkpoint_interval_s": scale.interval_s,
-        "checkpoint_bytes": outlook.assumed.checkpoint_bytes,
-        "checkpoint_bytes_per_day": bytes_per_day(outlook) if config.checkpoint.interval != 0 else 0,
+        "checkpoint_bytes": forecast.assumed.checkpoint_bytes,
+        "checkpoint_bytes_per_day": bytes_per_day(forecast) if config.checkpoint.interval != 0 else 0,
         "save_blocked_s": scale.save_blocked_s,
         "save_duration_s": scale.save_duration_s,
     }

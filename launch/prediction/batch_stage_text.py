@@ -26,7 +26,7 @@ def stage_facts(config: Config) -> list[Facts]:
     ]
 
 
-def stage_in_words(stage: Facts) -> str:
+def format_stage(stage: Facts) -> str:
     """Returns a line about a stage."""
     tokens = stage["global_batch_size"] * stage["sequence_length"]
     batch = f"{stage['global_batch_size']:,} sequences x {stage['sequence_length']:,} tokens = {tokens:,} tokens a step"
