@@ -178,8 +178,11 @@ def _load_and_run(arguments: Sequence[str], console: Console, exit_stack: ExitSt
 
 def _fail(sentence: str, rank: Rank | None, code: int = FAILED_CODE) -> int:
     """Tells the ranks of other hosts, and the user, why this rank fails; returns its exit code."""
+    if is_first := rank is None or rank.local_rank == 0:
+        log_once(sentence, rank)  # at once: until the others have heard takes seconds
     witness.fail(code, sentence)
-    log_once(sentence, rank)
+    if not is_first:
+        log_once(sentence, rank)
     return code
 
 

@@ -22,8 +22,10 @@ import hashlib
 import io
 import json
 import os
+import socket
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,8 +62,9 @@ class PackingRequest:
     def path(self) -> Path:
         """The plan's file: beside the tokens, or in `cache` if one lies there that nobody else can have written."""
         own, options = self.path_in_cache, (self.sequence_length, self.split, self.held_out_fraction)
-        if own is not None and own.is_file() and only_we_write(own.parent) and only_we_write(own):
-            return own
+        with suppress(OSError):  # of a cache that may not be entered: the plan may lie beside the tokens
+            if own is not None and own.is_file() and only_we_write(own.parent) and only_we_write(own):
+                return own
         return with_ending(self.corpus.prefix, plan_ending(*options, self.leaves_out_longer))
 
     @property
@@ -94,10 +97,13 @@ class PackingPlan:
     def __init__(self, request: PackingRequest) -> None:
         path = request.path
         if not path.is_file():
+            in_cache = request.path_in_cache
+            here = f" here, on {socket.gethostname()}" if in_cache is not None else ""
             raise DataError(
                 f"{request.corpus.prefix} has no plan of best-fit packing for the {request.split} split with "
                 f"sequence_length {request.sequence_length} and held_out_fraction {request.held_out_fraction:g} ("
-                f"{path} does not exist): {_REMEDY}"
+                f"{path}{f' and {in_cache}' if in_cache is not None else ''} do{'es' * (in_cache is None)} not exist"
+                f"{here}): {_REMEDY}{', on each host that has a data.cache of its own' * (in_cache is not None)}"
             )
         try:
             with path.open("rb") as stream:

@@ -20,9 +20,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from launch.backends.ray_cluster import connect
@@ -129,8 +130,9 @@ def main(arguments: Sequence[str]) -> int:
             signal.signal(number, end)
         variables = shown | {ATTEMPT: os.environ.get(ATTEMPT, "")}
         job = RayJob(tuple(run), str(Path.cwd()), str(logs), int(gpus), float(grace_s), variables, str(file))
-        with _echoed(logs / "rank_0.log") as begin:
-            return _fit(job, int(count), begin)
+        before = {path.name: path.stat().st_size for path in logs.glob("rank_*.log")}  # of earlier attempts
+        with _echoed(logs / "rank_0.log"):
+            return _fit(job, int(count), before)
 
 
 @contextlib.contextmanager
@@ -149,7 +151,7 @@ def _private_file(folder: Path, variables: dict[str, str]) -> Iterator[Path]:
         yield path
 
 
-def _fit(job: RayJob, workers: int, begin: int) -> int:
+def _fit(job: RayJob, workers: int, before: Mapping[str, int]) -> int:
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
     from ray.train.v2.api.exceptions import TrainingFailedError, WorkerGroupError
@@ -168,7 +170,7 @@ def _fit(job: RayJob, workers: int, begin: int) -> int:
         trainer.fit()
     except WorkerGroupError as error:
         failures = {rank: str(failure) for rank, failure in error.worker_failures.items()}
-        return code_of(failures, Path(job.logs), begin)
+        return code_of(failures, Path(job.logs), before)
     except TrainingFailedError as error:
         log.error(f"Ray: {' '.join(str(error).split())}")
         return FAILED_CODE
@@ -227,10 +229,10 @@ def _read_private(job: RayJob, rank: int) -> dict[str, str]:
     return found
 
 
-def code_of(failures: dict[int, str], logs: Path, begin: int = 0) -> int:
+def code_of(failures: dict[int, str], logs: Path, before: Mapping[str, int] = MappingProxyType({})) -> int:
     """Returns the exit code of an attempt from the failures of its ranks; prints why unless rank 0 did.
 
-    The log of rank 0 has lines of this attempt from byte `begin` on.
+    `before` are the sizes of logs, by name, at its begin.
     """
     codes = {rank: int(match[1]) for rank, text in failures.items() if (match := ENDED.search(text)) is not None}
     if lost := sorted(failures.keys() - codes.keys()):
@@ -241,23 +243,23 @@ def code_of(failures: dict[int, str], logs: Path, begin: int = 0) -> int:
     )  # a rank that lost a peer fails with that code
     code = codes[rank]
     # Ray may name another rank although rank 0, whose log is shown, has failed with the same error, or told it
-    if rank and code not in SAID_BY_RANK_0 and not _mistakes(logs / "rank_0.log", begin):
+    if rank and code not in SAID_BY_RANK_0 and not _mistakes(logs / "rank_0.log", before):
         path = logs / f"rank_{rank}.log"
-        own = _mistakes(path)[-1:] if code in (FAILED_CODE, USER_ERROR_CODE) else []
+        own = _mistakes(path, before)[-1:] if code in (FAILED_CODE, USER_ERROR_CODE) else []
         said = own[0] if own else f"{MISTAKE}rank {rank} ended with {describe(code)}: its log is {path}"
         say(said, file=sys.stderr, flush=True)
     return code
 
 
-def _mistakes(path: Path, begin: int = 0) -> list[str]:
-    """Returns the lines of a log, from byte `begin` on, that tell the user what to correct; none if it is not there."""
-    lines = path.read_bytes()[begin:].decode(errors="replace").splitlines() if path.exists() else []
+def _mistakes(path: Path, before: Mapping[str, int]) -> list[str]:
+    """Returns an attempt's lines of a log that tell the user what to correct; none if it is not there."""
+    lines = path.read_bytes()[before.get(path.name, 0) :].decode(errors="replace").splitlines() if path.exists() else []
     return [line for line in lines if MISTAKE in line]
 
 
 @contextlib.contextmanager
-def _echoed(path: Path) -> Iterator[int]:
-    """Context that copies what is appended to a log to stdout; yields the size in bytes of what is there before."""
+def _echoed(path: Path) -> Iterator[None]:
+    """Context that copies what is appended to a log to stdout."""
     is_over, begin = threading.Event(), path.stat().st_size if path.exists() else 0
 
     def show() -> None:
@@ -274,7 +276,7 @@ def _echoed(path: Path) -> Iterator[int]:
     thread = threading.Thread(target=show, daemon=True)
     thread.start()
     try:
-        yield begin
+        yield
     finally:
         is_over.set()
         thread.join()

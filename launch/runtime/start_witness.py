@@ -136,12 +136,16 @@ def _may_be_missed(environment: Mapping[str, str]) -> bool:
     """Returns whether other hosts may wait for this rank when it has failed, and nobody starts it again."""
     size = next((environment[name] for name in SIZES if name in environment), "1")
     local_size = next((environment[name] for name in LOCAL_SIZES if name in environment), "")
-    is_restarted = RESTARTS in environment and environment[RESTARTS] != environment.get(MOST_RESTARTS, "0")
     is_here = is_loopback_address(environment.get("MASTER_ADDR", ""))  # where no other host reaches rank 0
     is_of_mpi = bool(ALL_END & environment.keys()) and "RANK" not in environment
     is_ended_by_others = is_of_mpi or environment.get(KILLS_ALL) == "1"
     is_among_others = FOLDER not in environment and size not in ("1", local_size) and not is_here
-    return is_among_others and not is_restarted and not is_ended_by_others
+    return is_among_others and not will_be_restarted(environment) and not is_ended_by_others
+
+
+def will_be_restarted(environment: Mapping[str, str]) -> bool:
+    """Returns whether torchrun starts a rank that fails again. A failure must not stay in its store, which goes on."""
+    return RESTARTS in environment and environment[RESTARTS] != environment.get(MOST_RESTARTS, "0")
 
 
 def main(messages: IO[str]) -> None:

@@ -193,7 +193,7 @@ class Supervisor(ABC):
 
     def _ending(self, code: int) -> str:
         """Returns an exit code with its meaning, how far the run has come, and what starting it again does."""
-        if code in (0, USER_ERROR_CODE) or not self._folder.step:
+        if code in (0, USER_ERROR_CODE) or not (self._folder.step or self._folder.checkpoint):
             return describe(code)
         return f"{describe(code)} {self._folder}; {format_continuation(self._folder.checkpoint)}"
 

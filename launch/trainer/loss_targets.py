@@ -8,6 +8,7 @@ from data_pipeline.errors import DataError
 from data_pipeline.samples.dataset import Samples
 
 LOOKED_AT = 1024  # samples of a split at most: the first ones of a computed permutation, so the share is that of all
+FEWEST = 32  # of each of many texts, of which fewer are looked at
 
 
 def notices_of_targets(texts: Mapping[str, Samples], too_long: str) -> Iterator[str]:
@@ -15,7 +16,8 @@ def notices_of_targets(texts: Mapping[str, Samples], too_long: str) -> Iterator[
 
     Raises DataError if no sample of any text holds one. Reads the marks of loss, and no tokens.
     """
-    found = {name: _without_targets(samples, LOOKED_AT) for name, samples in texts.items()}
+    at_most = max(FEWEST, LOOKED_AT // max(1, len(texts)))
+    found = {name: _without_targets(samples, at_most) for name, samples in texts.items()}
     notices = list[str]()
     for name, (without, looked_at) in found.items():
         if without:
@@ -26,7 +28,7 @@ def notices_of_targets(texts: Mapping[str, Samples], too_long: str) -> Iterator[
                 f"{name and f'{name}: '}{without:,} of the {first}{looked_at:,} samples of the {samples.split} split "
                 f"hold no token that carries loss, so nothing is learned from them{cause}"
             )
-    if found and all(without == looked_at for without, looked_at in found.values()):
+    if found and all(without == texts[name].samples_per_epoch for name, (without, _) in found.items()):
         raise DataError("; ".join(notices))
     yield from notices
 

@@ -12,7 +12,7 @@ from megalite.config.user_folders import expanded_home
 
 PLACES = {"run_dir", "path", "initialize_from", "mirror", "cache", "textfile"}
 """Names of the options, in whatever section, that hold paths or URLs."""
-VARIABLE = re.compile(r"\$(?:\w|\{)")
+VARIABLE = re.compile(r"(?:^|/)\$(?:[A-Za-z_]|\{)")  # a part of a path; a name may hold a $ elsewhere
 URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)")  # one letter before the colon is no protocol
 
 

@@ -6,8 +6,10 @@ import logging
 import socket
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
+from typing import TypeVar
 
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError
@@ -15,6 +17,7 @@ from torch.distributed import DistError
 from megalite.distributed.store_address import listen
 
 log = logging.getLogger(__name__)
+Answer = TypeVar("Answer")
 
 ANSWER_S = 5.0  # for the host of the store to answer
 GREETING_S = 15.0  # for the store itself, whose thread needs neither Python nor its rank's main thread
@@ -54,19 +57,27 @@ def join(address: str, port: int, timeout: timedelta, patience_s: float) -> TCPS
 
 def _greeted(address: str, port: int, timeout: timedelta) -> TCPStore:
     """Returns a connection to the store. Raises DistError where something else listens, for which torch would wait."""
-    found: Future[TCPStore] = Future()
-
-    def greet() -> None:
-        try:
-            found.set_result(TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False))
-        except Exception as error:
-            found.set_exception(error)
-
-    threading.Thread(target=greet, name="greeting of the store", daemon=True).start()
     try:
-        return found.result(GREETING_S)
+        return answered_within(
+            GREETING_S,
+            lambda: TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False),
+        )
     except TimeoutError:
         raise DistError(
             f"what listens there has not answered for {GREETING_S:.0f} s, as another program would, or a host that is "
             "frozen: set another MASTER_PORT"
         ) from None
+
+
+def answered_within(limit_s: float, ask: Callable[[], Answer]) -> Answer:
+    """Returns what `ask` returns. Raises TimeoutError: torch's client waits without a limit for a frozen server."""
+    found: Future[Answer] = Future()
+
+    def run() -> None:
+        try:
+            found.set_result(ask())
+        except Exception as error:
+            found.set_exception(error)
+
+    threading.Thread(target=run, name="request to the store", daemon=True).start()
+    return found.result(limit_s)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed import DistError
 
-from megalite.distributed.meeting_store import join, serve
+from megalite.distributed.meeting_store import answered_within, join, serve
 from megalite.distributed.store_address import SECRET, SharedSecret, is_served
 
 FAILED, HEARD, CHALLENGE = "megalite/failed", "megalite/heard", "megalite/challenge"  # keys of the store
@@ -91,14 +91,17 @@ class FailureWatch:
 
     def note(self, failure: StartFailure) -> bool:
         """Notes this rank's own failure; returns whether the others have heard it, or can without this process."""
-        with suppress(DistError):
-            if read_failure(self.store, self._secret, self._world_size) is None:
-                challenge = self.store.get(CHALLENGE).decode() if self._secret else ""
-                shared = SharedSecret(self._secret, self._world_size, challenge) if self._secret else None
-                self.store.set(FAILED, failure.packed(shared))
-            self.store.set(_heard(self._rank), "")
+        with suppress(DistError, TimeoutError):
+            answered_within(ANSWER_S, partial(self._leave, failure))
             return self._rank != 0 or _is_heard(self.store, self._world_size, time.monotonic() + ANSWER_S)
         return False
+
+    def _leave(self, failure: StartFailure) -> None:
+        if read_failure(self.store, self._secret, self._world_size) is None:
+            challenge = self.store.get(CHALLENGE).decode() if self._secret else ""
+            shared = SharedSecret(self._secret, self._world_size, challenge) if self._secret else None
+            self.store.set(FAILED, failure.packed(shared))
+        self.store.set(_heard(self._rank), "")
 
     def _look(self) -> None:
         with suppress(DistError):  # the store has ended, which the main thread notices by itself

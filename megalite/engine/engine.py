@@ -210,23 +210,12 @@ class Engine(ABC):
         usage = None if self.expert_counts is None else self.expert_counts.usage
         readback = Readback(loss, norm, self.decision.skipped, usage, by_source)
         self.activity.record_op(Operation.FINISH, peers=self.activity.peers.everyone)
-        norms = self.partitioned_step.part_norms if self.partitioned_step and self.decides_late(gate) else None
+        norms = self.partitioned_step.part_norms if self.partitioned_step and self.decision.is_late(gate) else None
         return StepResult(readback, self.decision.refused, tuple(micro_losses), weight, norms)
-
-    def decides_late(self, gate: StepGate | None) -> bool:
-        """Returns whether a step that is not finite is skipped on the device, without the host, which hears of it late.
-
-        It is not where the gate has to be asked, in fp16, whose loss scale the host keeps, or where DeepSpeed decides.
-        """
-        return self.decision.is_late(gate)
 
     def reads_late(self, gate: StepGate | None) -> bool:
         """Returns whether the loop should read the result of a step when it has begun the next one."""
-        return self.runs_ahead and self.decides_late(gate)
-
-    def allow_updates(self) -> None:
-        """Lets steps change weights again after one that was skipped on the device, and held back the next ones."""
-        self.decision.allow_updates()
+        return self.runs_ahead and self.decision.is_late(gate)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch], count: int) -> Tensor:
         """Returns the mean loss over the valid tokens of all replicas' micro-batches, `count` on each."""

@@ -27,7 +27,7 @@ class StepGate(Protocol):
         """True if `takes` has to be asked in each step before weights change, for which the host waits for the device.
 
         Otherwise a step that is not finite is skipped on the device where it can be, and nothing here is called. Such a
-        step holds back all that follow it until `Engine.allow_updates`, so that it may be examined later.
+        step holds back all that follow it until `StepDecision.allow_updates`, so that it may be examined later.
         """
 
     def takes(self, loss: Callable[[], float]) -> bool:
@@ -61,7 +61,10 @@ class StepDecision:
         return self.left_out and not self.refused if self.skipped_on_device is None else self.skipped_on_device
 
     def is_late(self, gate: StepGate | None) -> bool:
-        """Returns whether a step that is not finite is skipped on the device, without the host."""
+        """Returns whether a step that is not finite is skipped on the device, without the host, which hears of it late.
+
+        It is not where the gate has to be asked, in fp16, whose loss scale the host keeps, or where DeepSpeed decides.
+        """
         return self._may_be_late and (gate is None or not gate.waits)
 
     def allow_updates(self) -> None:

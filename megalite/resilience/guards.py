@@ -271,11 +271,11 @@ class Guard:
                 self._losses.append(self._loss)
             self._skips_in_row, self._has_trained = 0, True
             return None
-        if self._engine.decides_late(self):
+        if self._engine.decision.is_late(self):
             self._norms = tracing.late_gradient_norms(self._engine, result)
         report = self._investigate(step, result, micro_batches)
         self._spike, self._norms = None, []
-        self._engine.allow_updates()
+        self._engine.decision.allow_updates()
         self._history.append((step, report.cause))
         return self._decide(report)
 

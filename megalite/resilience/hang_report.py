@@ -138,7 +138,7 @@ def explain(
 
 def _headline(unresponsive: Mapping[int, NoResponse], *, is_lost: bool) -> str:
     dead = {rank: one for rank, one in unresponsive.items() if one.is_dead}
-    gone = dead or (unresponsive if is_lost else {})
+    gone = dead or {rank: one for rank, one in unresponsive.items() if is_lost and not one.condition}
     if not gone:
         return "hung"
     hosts = sorted({one.host for one in gone.values() if one.host})

@@ -240,8 +240,12 @@ def test_the_rank_that_failed_first_decides_the_exit_code(tmp_path: Path, capsys
     (tmp_path / "rank_0.log").write_text("megalite: error: the data is not here\n")
     assert code_of({1: ended(1, 2)}, tmp_path) == 2
     assert capsys.readouterr().err == "", "the log of rank 0, which is shown, has it"
-    assert code_of({1: ended(1, 2)}, tmp_path, begin=(tmp_path / "rank_0.log").stat().st_size) == 2
+    before = {"rank_0.log": (tmp_path / "rank_0.log").stat().st_size}
+    assert code_of({1: ended(1, 2)}, tmp_path, before) == 2
     assert capsys.readouterr().err == "megalite: error: the data is not here\n", "rank 0 had it in a run before"
+    before |= {"rank_1.log": (tmp_path / "rank_1.log").stat().st_size}
+    assert code_of({1: ended(1, 1)}, tmp_path, before) == 1
+    assert "rank 1 ended with exit code 1" in capsys.readouterr().err, "so had rank 1"
 
 
 def test_a_dry_run_says_what_it_would_start(config: dict[str, Any], tmp_path: Path) -> None:

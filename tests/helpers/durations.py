@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,7 +23,9 @@ def keep(tier: str, seconds: Mapping[str, float]) -> None:
     files = set(map(file_of, seconds))
     others = {nodeid: taken for nodeid, taken in kept(tier).items() if file_of(nodeid) not in files}
     tests = dict(Counter({**others, **seconds}).most_common())
-    (FOLDER / f"{tier}.json").write_text(json.dumps({"total": sum(seconds.values()), "tests": tests}, indent=1))
+    made = FOLDER / f".{tier}.{os.getpid()}.tmp"
+    made.write_text(json.dumps({"total": sum(seconds.values()), "tests": tests}, indent=1))
+    made.replace(FOLDER / f"{tier}.json")  # whole, as workers of another run may read it now and must agree
 
 
 def kept(tier: str) -> dict[str, float]:

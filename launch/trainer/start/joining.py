@@ -8,14 +8,14 @@ import sys
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from launch.errors import HUNG_CODE, LaunchError
 from launch.runtime.devices import Device
 from launch.runtime.logs import get_logger
 from launch.runtime.printing import say
 from launch.runtime.rank_environment import ATTEMPT, Rank, waiting_hint
-from launch.runtime.start_witness import witness
+from launch.runtime.start_witness import will_be_restarted, witness
 from launch.runtime.startup_progress import StartupProgress
 from megalite.config import Config
 from megalite.distributed.errors import RendezvousFailed
@@ -55,7 +55,8 @@ def join_ranks(config: Config, rank: Rank, progress: StartupProgress) -> Device:
             witness.end()  # there is nobody to tell
             raise LaunchError(f"{error}{hint}") from None
         progress.at_first_step += [rendezvous.close, witness.end]
-        witness.note = partial(rendezvous.note_failure, socket.gethostname())
+        if not will_be_restarted(os.environ):
+            witness.note = partial(rendezvous.note_failure, socket.gethostname())
     progress.begin("connecting all ranks" if rendezvous is not None else "preparing the device")
     kind = start_distributed(rank.local_rank, timeout, rendezvous).type
     if rendezvous is not None:
@@ -65,9 +66,12 @@ def join_ranks(config: Config, rank: Rank, progress: StartupProgress) -> Device:
     return "cuda" if kind == "cuda" else "cpu"
 
 
-def _end_with(failure: StartFailure, is_heard: Callable[[], bool], rank: Rank) -> NoReturn:
-    """Ends this process, from any thread, because another rank has failed."""
-    if rank.local_rank == 0 and not witness.has_told:
+def _end_with(failure: StartFailure, is_heard: Callable[[], bool], rank: Rank) -> None:
+    """Ends this process, from any thread, because another rank has failed; not where it has failed itself, says so, and
+    ends."""
+    if witness.has_told:
+        return
+    if rank.local_rank == 0:
         say(f"megalite: error: rank {failure.rank} on {failure.host}: {failure.text}", file=sys.stderr, flush=True)
     if rank.rank == 0 and not is_heard():  # its witness serves those that come later
         witness.fail(failure.code, failure.text, of=(failure.rank, failure.host))

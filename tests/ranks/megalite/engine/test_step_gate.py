@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -99,9 +100,9 @@ def _spoiled_steps(rank: int, engine: Engine, case: Case, poisons: list[tuple[st
         stop, judge = _poison(rank, engine, case, kind), Answers([True], waits=waits)
         result = _step(engine, case, 1, judge)
         stop()
-        is_late = engine.decides_late(judge)
+        is_late = engine.decision.is_late(judge)
         held = _step(engine, case, 2, judge) if is_late else result  # begun before anybody knew
-        engine.allow_updates()
+        engine.decision.allow_updates()
         seen[f"{kind} {'late' * is_late}"] = {
             "result": (result.skipped, result.refused, result.taken),
             "held": held.taken,
@@ -138,11 +139,15 @@ def _refused_steps(engine: Engine, undisturbed: Engine, case: Case) -> dict[str,
 def _steps_not_taken(
     rank: int, cases: list[Case], is_exhaustive: bool
 ) -> list[tuple[dict[str, Any], dict[str, dict[str, Any]]]]:
-    """Each case with each kind of poison and each judge, one rank with all pairs of them, neighbours with half each."""
+    """Each case with each kind of poison and each judge: one rank, and a case alone, with all pairs of them; of cases
+    that reduce and keep gradients alike, one after the other with half each."""
     seen = []
-    for index, case in enumerate(cases):
-        is_whole = is_exhaustive or case.world_size == 1
-        half = [poison for place, poison in enumerate(POISONS) if (place // 2 + place + index) % 2 == 0]
+    kinds: Counter[tuple[Any, ...]] = Counter()
+    for case in cases:
+        is_whole = is_exhaustive or case.world_size == 1 or len(cases) == 1
+        kind = (case.zero, bool(case.offload))
+        half = [poison for place, poison in enumerate(POISONS) if (place // 2 + place + kinds[kind]) % 2 == 0]
+        kinds[kind] += 1
         engine, undisturbed = engine_of(case), engine_of(case)
         with another_loss(engine.coordinate.tensor_rank):
             refused = _refused_steps(engine, undisturbed, case)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import pytest
 
 from launch.runtime import slurm_step, start_witness
-from launch.runtime.rank_environment import read_rank
+from launch.runtime.rank_environment import Rank, read_rank
 from launch.runtime.start_witness import StartWitness
+from launch.trainer.start import joining
+from megalite.distributed.start_failures import StartFailure
 from tests.unit.launch.runtime.test_rank_environment import STEP
 
 TWO = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "node1"}
 MPICH = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "1", "MPI_LOCALRANKID": "0", "WORLD_SIZE": "2"}
+RESTARTS = {"TORCHELASTIC_MAX_RESTARTS": "2"}
 BEGINS = {  # environment -> whether a witness is started
     "by hand": (TWO, True),
     "on one host": (TWO | {"LOCAL_WORLD_SIZE": "2"}, False),
@@ -20,6 +23,8 @@ BEGINS = {  # environment -> whether a witness is started
     "Open MPI": ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0", "WORLD_SIZE": "2"}, False),
     "hydra": (MPICH, False),
     "DeepSpeed's helper under hydra": (MPICH | TWO | {"LOCAL_SIZE": "1"}, True),
+    "torchrun that starts it again": (TWO | RESTARTS | {"TORCHELASTIC_RESTART_COUNT": "1"}, False),
+    "torchrun's last start": (TWO | RESTARTS | {"TORCHELASTIC_RESTART_COUNT": "2"}, True),
 }
 
 
@@ -45,6 +50,17 @@ def test_a_failure_is_told_once_and_by_the_rank_itself_where_it_can() -> None:
     one.fail(2, "no data")
     one.fail(1, "what follows from it")
     assert told == [(2, "no data")]
+
+
+def test_a_rank_that_has_failed_itself_is_not_ended_by_another_s_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks meet the same mistake. Ended by its watch in the moment before it says why, rank 0 said nothing."""
+    monkeypatch.setattr(joining, "witness", one := StartWitness())
+    monkeypatch.setattr(joining.os, "_exit", lambda code: pytest.fail("ended without a word"))
+    one.note = lambda code, text: (
+        joining._end_with(StartFailure(1, "node1", 2, text), lambda: True, Rank(0, 0, 2)) is None
+    )
+    one.fail(2, "no data")
+    assert one.has_told
 
 
 def test_a_rank_that_lacks_a_package_finds_the_others_as_they_find_each_other() -> None:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import socket
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 
 import pytest
@@ -100,3 +104,28 @@ def test_a_rank_that_waits_in_torch_is_ended_too() -> None:
             Rendezvous, timedelta(seconds=1), environment=own, end=lambda failure, _: ended.set_result(failure)
         )
         assert ended.result(20) == FAILURE
+
+
+def test_a_rank_does_not_wait_for_a_store_whose_host_is_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's client would, for ever; its witness, or the launcher, is left to tell the others."""
+    monkeypatch.setattr(start_failures, "ANSWER_S", 0.3)
+    store, is_frozen = serve("127.0.0.1", free_port(), LIMIT), threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def pass_on(source: socket.socket, to: socket.socket) -> None:
+            while data := source.recv(1 << 16):
+                if not is_frozen.is_set():
+                    to.sendall(data)
+
+        def accept() -> None:
+            with suppress(OSError):  # closed
+                while True:
+                    near, far = listener.accept()[0], socket.create_connection(("127.0.0.1", store.port))
+                    for ends in ((near, far), (far, near)):
+                        threading.Thread(target=pass_on, args=ends, daemon=True).start()
+
+        threading.Thread(target=accept, daemon=True).start()
+        watch = FailureWatch(join("127.0.0.1", listener.getsockname()[1], LIMIT, 20.0), 1, 2, "", lambda *_: None)
+        is_frozen.set()
+        began = time.monotonic()
+        assert not watch.note(FAILURE._replace(rank=1)) and time.monotonic() - began < 10

@@ -288,6 +288,8 @@ def test_who_died_is_told_first() -> None:
     gone = {3: NoResponse("node7")}
     away = explain(state, gone, mesh, is_lost=True).headline
     assert away == "rank 3 on node7 died, or cannot be reached any more"
+    stopped = gone | {2: NoResponse("node2", condition="is alive, but stopped")}
+    assert explain(state, stopped, mesh, is_lost=True).headline == away, "rank 2 is known to be alive"
     gone |= {rank: NoResponse(f"node{rank}", is_dead=True) for rank in (1, 2)}
     assert explain(state, gone, mesh).headline == "ranks 1-2 on node1, node2 died"
 

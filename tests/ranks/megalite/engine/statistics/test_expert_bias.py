@@ -223,9 +223,9 @@ def not_taken(rank: int, case: Case) -> dict[str, Any]:
     step("refused", Answer(False, waits=True))
     step("not finite", Answer(True, waits=True), is_spoilt=True)
     step("late", Answer(True, waits=False), is_spoilt=True)
-    if engine.decides_late(Answer(True, waits=False)):
+    if engine.decision.is_late(Answer(True, waits=False)):
         step("held back", Answer(True, waits=False))
-    engine.allow_updates()
+    engine.decision.allow_updates()
     step("taken", Answer(True, waits=False))
     if rank == case.world_size - 1 and engine.expert_bias is not None:
         _, bias = next(engine.expert_bias.named())
