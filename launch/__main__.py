@@ -27,11 +27,16 @@ def main() -> None:
         taken = [number for number in STOP_SIGNALS if signal.getsignal(number) == signal.SIG_DFL]
         for number in taken:
             signal.signal(number, partial(_leave, is_run=is_run))
+        is_asked_first = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if is_asked_first:  # raised while pydantic's Rust is imported, a KeyboardInterrupt would be a panic of its own
+            signal.signal(signal.SIGINT, _leave)
         from megalite.config.user_folders import ensure_home
 
         ensure_home()  # before libraries look for it
         from launch.cli.app import main as run
 
+        if is_asked_first:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         if not is_run:
             for number in taken:
                 signal.signal(number, signal.SIG_DFL)

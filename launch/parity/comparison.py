@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from launch.parity.observations import OF_REFERENCES, REDUCTION, SOURCE_LOSS, TOKEN_LOSS, Observations, Quantity
-from launch.reference.logits import TOLERANCE as LOGITS
+from launch.reference import LOGITS_TOLERANCE
 from megalite.config.sections import Dtype, PrecisionConfig
 
 LATER_GRADIENT = "later gradient"  # of the second step or a later one
@@ -21,7 +21,7 @@ TOLERANCES = {
     "evaluation loss": 2e-5,
     "gradient norm": 2e-5,
     "activation": 1e-5,
-    "logits": LOGITS,
+    "logits": LOGITS_TOLERANCE,
     "gradient": 1e-5,
     SOURCE_LOSS: 2e-5,
     # these accumulate the differences of several steps, and AdamW divides small gradients by themselves

@@ -3,8 +3,8 @@ run would. `python attempts.py RUN_DIR`, with RUN_DIR/plan.json a list of attemp
 
 events: what it writes to events.jsonl, in this order, `started` with `resumed`, the step where it begins; without, it
 writes none, as a command that is no run of megalite's; steps: last step it logs; save: step it saves; spoil: nobody can
-read its metrics any more; daemons: it starts so many helpers that leave it and end; code: how it ends; signal: it ends
-itself so; wait: "signal", until it gets one, ending with 75 as a rank that has saved, or "for ever";
+read its events until the next attempt; daemons: it starts so many helpers that leave it and end; code: how it ends;
+signal: it ends itself so; wait: "signal", until it gets one, ending with 75 as a rank that has saved, or "for ever";
 stubborn: before that it starts a process that outlives
 SIGTERM, and notes it, which starts another in a session of its own.
 """
@@ -58,6 +58,8 @@ def main(run_dir: Path) -> None:
 
 def train(run_dir: Path, attempt: dict[str, Any]) -> None:
     """What an attempt leaves in its folder."""
+    if (run_dir / "events.kept").exists():
+        (run_dir / "events.kept").replace(run_dir / "events.jsonl")
     for event in attempt.get("events", [])[:1]:
         write_event(run_dir, event, step=attempt.get("resumed", 0))
     if "steps" in attempt:
@@ -67,7 +69,8 @@ def train(run_dir: Path, attempt: dict[str, Any]) -> None:
     if "save" in attempt:
         save(run_dir, attempt["save"])
     if attempt.get("spoil"):
-        (run_dir / "metrics.jsonl").write_text('{"step": "?"}\n')
+        (run_dir / "events.jsonl").rename(run_dir / "events.kept")  # until the next attempt
+        write_event(run_dir, "started", step="?")
     for event in attempt.get("events", [])[1:]:
         write_event(run_dir, event)
 

@@ -22,7 +22,8 @@ from launch.conversion.huggingface.hub_folder import model_of
 from launch.conversion.huggingface.progress import ReportProgress
 from launch.conversion.huggingface.serial_model import Read, global_shapes, serial_model
 from launch.errors import LaunchError
-from launch.reference.logits import TOLERANCE, ModelPair
+from launch.reference import LOGITS_TOLERANCE
+from launch.reference.logits import ModelPair
 from launch.reference.models import SerialReference, TransformersModel, load_transformers
 from launch.reference.probes import PADDED_TOKENS, Probe, needed_length, probes, real_text, wanted_length
 from megalite.checkpoint.huggingface.json_files import CONFIG, read_json
@@ -154,12 +155,12 @@ def _real_text(hf_dir: Path, model: ModelConfig, length: int) -> tuple[Tensor | 
 
 def _difference(pair: ModelPair, probe: Probe) -> tuple[float, float | None]:
     """Returns the difference of logits, and that by which transformers differs from itself if ours is larger than
-    `TOLERANCE`. Raises LaunchError if rounding does not explain it."""
+    `LOGITS_TOLERANCE`. Raises LaunchError if rounding does not explain it."""
     difference = pair.difference(probe)
-    if difference <= TOLERANCE:  # NaN is not
+    if difference <= LOGITS_TOLERANCE:  # NaN is not
         return difference, None
     rounding = pair.rounding(probe)
-    allowed = max(TOLERANCE, ROUNDING_FACTOR * rounding)
+    allowed = max(LOGITS_TOLERANCE, ROUNDING_FACTOR * rounding)
     if not difference <= allowed:
         layer = pair.first_different_layer(probe, allowed)
         raise LaunchError(
