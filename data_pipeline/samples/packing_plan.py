@@ -97,13 +97,14 @@ class PackingPlan:
     def __init__(self, request: PackingRequest) -> None:
         path = request.path
         if not path.is_file():
-            in_cache = request.path_in_cache
-            here = f" here, on {socket.gethostname()}" if in_cache is not None else ""
+            missing, remedy = f"{path} does not exist", _REMEDY
+            if (in_cache := request.path_in_cache) is not None:
+                missing = f"{path} and {in_cache} do not exist here, on {socket.gethostname()}"
+                remedy += ", on each host that has a data.cache of its own"
             raise DataError(
                 f"{request.corpus.prefix} has no plan of best-fit packing for the {request.split} split with "
                 f"sequence_length {request.sequence_length} and held_out_fraction {request.held_out_fraction:g} ("
-                f"{path}{f' and {in_cache}' if in_cache is not None else ''} do{'es' * (in_cache is None)} not exist"
-                f"{here}): {_REMEDY}{', on each host that has a data.cache of its own' * (in_cache is not None)}"
+                f"{missing}): {remedy}"
             )
         try:
             with path.open("rb") as stream:

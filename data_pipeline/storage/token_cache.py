@@ -298,13 +298,5 @@ def _opened(part: Path) -> BinaryIO:
 
 def free_bytes(folder: Path) -> int:
     """Returns the free space of the disk on which a folder is, or will be created."""
-    return shutil.disk_usage(_existing(folder)).free
-
-
-def may_write(folder: Path) -> bool:
-    """Returns whether this user may write a folder, or create it."""
-    return os.access(_existing(folder), os.W_OK | os.X_OK)
-
-
-def _existing(folder: Path) -> Path:
-    return next(one for one in (folder, *folder.absolute().parents) if one.exists())
+    there = next(one for one in (folder, *folder.absolute().parents) if one.exists())
+    return shutil.disk_usage(there).free

@@ -74,9 +74,9 @@ class HostMonitor:
         """Returns a host that no longer answers or has a stopped rank, and a sentence about it; None if all is well."""
         now = time.monotonic()
         for name, connection in self._connections.items():
-            since_last_write_s = now - connection.heard
-            if since_last_write_s > self._lease_s + POLL_S / 2:
-                return name, f"host {name} has not answered for {since_last_write_s:.0f} s"
+            silent_s = now - connection.heard
+            if silent_s > self._lease_s + POLL_S / 2:
+                return name, f"host {name} has not answered for {silent_s:.0f} s"
             for process, (rank, since) in self._stopped[name].items():
                 if now - since > STOPPED_S:
                     return name, f"rank {rank} (process {process} on {name}) has been stopped for {now - since:.0f} s"

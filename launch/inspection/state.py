@@ -101,7 +101,7 @@ def is_alive(run_dir: Path, holder: LockHolder | None, host: str | None) -> bool
     if locked:
         return True
     since = holder.time if holder is not None else 0.0
-    silences_s = [since_last_write_s for written, since_last_write_s in beat_times(run_dir) if written >= since]
+    silences_s = [age_s for written, age_s in beat_times(run_dir) if written >= since]
     if silences_s:  # of the ranks of a supervised attempt, which remove their files when they leave
         return min(silences_s) < SILENT_S
     if holder is not None and (lives := holder.is_alive()) is not None:

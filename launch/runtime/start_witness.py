@@ -39,9 +39,8 @@ PATIENCE_S = 60.0  # for the ranks of other hosts to hear of a failure
 SILENT_S = 2.0  # by which a rank that says why it fails is ahead of those that a launcher then ends
 TELLING_S = 20.0  # that a rank stays for its witness to tell, as containers end with their first process
 SAY_S = 3.0  # of them without a word
-FIRST_CODE = (
-    "MEGALITE_FIRST_CODE"  # names a file for the exit code of the first rank that fails, if a launcher loses it
-)
+# names a file for the exit code of the first rank that fails, if a launcher loses it
+FIRST_CODE = "MEGALITE_FIRST_CODE"
 KILLED = "its process was ended, by a signal or because memory ran out: its own output and `dmesg` may say why"
 
 

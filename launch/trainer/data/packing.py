@@ -13,10 +13,10 @@ from data_pipeline.samples.packing_plan import PackingPlan, PackingRequest, writ
 from data_pipeline.samples.stream import Split
 from data_pipeline.storage.files import user_path
 from data_pipeline.storage.indexed import IndexedTokens
-from data_pipeline.storage.token_cache import may_write
 from launch.errors import LaunchError
 from megalite.config import Config
 from megalite.config.data import DataConfig
+from megalite.config.user_folders import may_be_written
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def plan_cache(data: DataConfig) -> Path | None:
 def _path_to_write(request: PackingRequest) -> Path:
     """Returns the file for a new plan, beside the tokens where that may be. Raises LaunchError if there is no place."""
     folder, own = request.corpus.prefix.absolute().parent, request.path_in_cache
-    if may_write(folder):
+    if may_be_written(folder):
         return request.path
     if own is None:
         raise LaunchError(

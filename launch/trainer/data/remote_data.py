@@ -17,13 +17,13 @@ from typing import Generic, TypeVar
 from data_pipeline.errors import DataError, first_names
 from data_pipeline.samples.packing_plan import plan_ending
 from data_pipeline.storage.files import decimal_size, user_path
-from data_pipeline.storage.token_cache import CorpusCopy, free_bytes, may_write
+from data_pipeline.storage.token_cache import CorpusCopy, free_bytes
 from launch.trainer.data.packing import packed_splits
 from megalite.checkpoint.errors import StorageError
 from megalite.checkpoint.remote.storage import PATIENCE, Store
 from megalite.checkpoint.remote.transfer import with_retries
 from megalite.config.data import DataConfig
-from megalite.config.user_folders import cache_folder
+from megalite.config.user_folders import cache_folder, may_be_written
 
 TELL_EVERY_S = 8.0
 LARGEST_META = 1 << 24  # bytes
@@ -117,7 +117,7 @@ class HostFetch:
         """Raises DataError if this host's disk has no room for what is to be fetched."""
         needed = self.total - sum(copy.bytes_here() for copy in self.missing)
         if needed > (free := free_bytes(self.cache)):
-            if not may_write(self.cache):  # a disk that nobody may write has no free bytes either
+            if not may_be_written(self.cache):  # a disk that nobody may write has no free bytes either
                 raise DataError(f"{self.cache} cannot be written: set data.cache to a folder of yours")
             raise DataError(
                 f"{self.cache} has room for {decimal_size(free)}, and the copy of {self.names()} takes "

@@ -5,7 +5,6 @@ No torch at import.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
     from megalite.tracing.activity import Activity
 
 log = get_logger(__name__)
-IMPORTED = "hugging_face"  # the key under which launch/conversion/huggingface.py keeps it
+IMPORTED = "hugging_face"  # the key under which launch/conversion/huggingface keeps it
 SHAPELESS_OPTIONS = {"initializer_range", "model_type", *DROPOUTS}
 
 
@@ -217,10 +216,10 @@ def fetch_from_mirror(config: Config, progress: Callable[[], None]) -> None:
         return
 
     def report(sentence: str) -> None:
-        log.log(logging.WARNING if sentence.startswith("passed over: ") else logging.INFO, sentence)
+        log.info(sentence)
         progress()
 
-    fetch_newest(mirror, checkpoints_of(config), report)
+    fetch_newest(mirror, checkpoints_of(config), report, warn=log.warning)
 
 
 def find_start(

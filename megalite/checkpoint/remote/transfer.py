@@ -127,10 +127,17 @@ def newest_on_mirror(url: str, patience: Patience = PATIENCE) -> Listed | None:
     return next((listed for listed in newest_first if listed.manifest is not None), None)
 
 
-def fetch_newest(url: str, root: Path, progress: Callable[[str], None], patience: Patience = PATIENCE) -> Path | None:
+def fetch_newest(
+    url: str,
+    root: Path,
+    progress: Callable[[str], None],
+    patience: Patience = PATIENCE,
+    warn: Callable[[str], None] | None = None,
+) -> Path | None:
     """Downloads the newest valid checkpoint at `url` into `root`; returns None if there is none.
 
-    `progress` gets one sentence for each that is passed over, and how the download goes. Raises StorageError where the
+    `progress` gets sentences about how the download goes, and `warn`, by default the same function, one for each
+    checkpoint that is passed over. Raises StorageError where the
     store fails, and CheckpointError where `root` cannot take it: an older checkpoint would be no answer to either.
     """
     store = Store(url, patience)
@@ -138,7 +145,7 @@ def fetch_newest(url: str, root: Path, progress: Callable[[str], None], patience
         try:
             return _fetch(store, listed, root, progress, patience)
         except Damaged as error:
-            progress(f"passed over: {error}")
+            (warn or progress)(f"passed over: {error}")
     return None
 
 

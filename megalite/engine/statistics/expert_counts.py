@@ -22,8 +22,8 @@ class ExpertCounts(StepParticipant):
         for row, (_, _, balance) in enumerate(placed):
             balance.chosen, balance.entropy = self.chosen[row], self._entropies[row]
         self.usage: Tensor | None = None
-        """Of the last step, for each block: how many of this rank's tokens chose each expert, and behind these numbers
-        the sum over tokens of the entropy of the scores, `[blocks, experts + 1]` float64 on the device."""
+        """Counts of the last step for each block: how many of this rank's tokens chose each expert, and behind these
+        numbers the sum over tokens of the entropy of the scores, `[blocks, experts + 1]` float64 on the device."""
 
     def begin_step(self, micro_batches: Sequence[MicroBatch]) -> None:
         self.chosen.zero_(), self._entropies.zero_()

@@ -64,7 +64,7 @@ def test_the_plan_of_a_folder_that_may_not_be_written_lies_in_the_cache(
     }  # fmt: skip
     tiny["training"]["evaluation"] = {"interval": 0}
     config, env = str(write_config(tmp_path / "c.yaml", tiny)), {"DS_ACCELERATOR": "cpu"}
-    monkeypatch.setattr("launch.trainer.data.packing.may_write", lambda folder: False)
+    monkeypatch.setattr("launch.trainer.data.packing.may_be_written", lambda folder: False)
     assert "set data.cache to a folder of yours" in command_line("data", "pack", config, env=env).stderr
     cached = f"data.cache={tmp_path / 'cache'}"
     for is_reused in (False, True):
