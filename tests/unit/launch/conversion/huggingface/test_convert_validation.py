@@ -98,7 +98,7 @@ def test_rounding_is_no_wrong_conversion_and_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Beyond the tolerance transformers is compared with itself: by its two attentions, or (Gemma 2) in fp64."""
-    monkeypatch.setattr(validation, "TOLERANCE", 1e-9)
+    monkeypatch.setattr(validation, "LOGITS_TOLERANCE", 1e-9)
     monkeypatch.setattr(validation, "ROUNDING_FACTOR", 20)  # of so small a model chance has more than a tenth
     summary = import_hugging_face(MODELS[name].save(tmp_path / "hf"), tmp_path / "checkpoint")
     assert summary.logit_difference is not None and 1e-9 < summary.logit_difference < 5e-5
