@@ -23,6 +23,7 @@ from launch.trainer.checkpoint_hooks import Exporter
 from launch.trainer.start.resume import clear_exports, exports_of
 from megalite.checkpoint.manifest import step_folder
 from megalite.config import Config
+from tests.helpers.process_table import command_line
 from tests.helpers.single_rank import write_single
 
 MODEL = {
@@ -84,7 +85,7 @@ def wait_until(condition: Callable[[], object], seconds: float = 60) -> None:
 def exports_by(parent: int) -> list[psutil.Process]:
     """The processes that export for a rank."""
     children = psutil.Process(parent).children()
-    return [child for child in children if "launch.trainer.export_process" in child.cmdline()]
+    return [child for child in children if "launch.trainer.export_process" in command_line(child.pid)]
 
 
 @pytest.mark.slow
