@@ -27,6 +27,7 @@ class StartupProgress(Observer):
 
     def __init__(self, rank: Rank, process_began: float) -> None:
         """`process_began` is a reading of `time.monotonic`."""
+        self.process_began = process_began
         self.at_first_step: list[Callable[[], None]] = []  # called once, when that step has ended
         self._rank, self._said_at = rank, process_began
         self._doing: Callable[[], str] | None = None

@@ -227,13 +227,12 @@ def slow_writer(folder: Path, rank: int, seconds: float) -> None:
 
 def endless_export(folder: Path, rank: int, patience_s: float) -> None:
     """Exports do not come to an end; a run that is asked to end has so little time for them."""
-    import launch.train as job
-    from launch.trainer import checkpoint_hooks
+    from launch.trainer import building, checkpoint_hooks
 
     program = folder / "endless_export.py"
     program.write_text("import time\ntime.sleep(600)\n")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
-    checkpoint_hooks.EXPORT_PROCESS, job.ASKED_TO_END_S = program.stem, patience_s
+    checkpoint_hooks.EXPORT_PROCESS, building.ASKED_TO_END_S = program.stem, patience_s
 
 
 def failing_writer(folder: Path, rank: int, at_rank: int, save: int) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-import launch.train as job
-from launch.trainer.run_logger import RunLogger
+from launch.trainer import building
+from launch.trainer.building import BuiltRun
 
 
 class RunLog:
@@ -34,10 +35,12 @@ def test_the_end_is_written_down_before_all_ranks_are_asked(monkeypatch: pytest.
         raise RuntimeError("Connection closed by peer")
 
     run_log = RunLog()
-    monkeypatch.setattr(job, "memory_of_ranks", lambda engine, own: [own])
-    job._end(cast(Any, None), cast(RunLogger, run_log), "ended", 0.5)
+    context = SimpleNamespace(checkpoints=SimpleNamespace(wait=lambda: 0.5))
+    built = BuiltRun(*[cast(Any, part) for part in (None, None, None, context, run_log, None, None)])
+    monkeypatch.setattr(building, "memory_of_ranks", lambda engine, own: [own])
+    built.log_end("ended")
     assert run_log.told == [("ended", 0.5), [{"peak_mib": 1.0}]]
-    monkeypatch.setattr(job, "memory_of_ranks", gone)
+    monkeypatch.setattr(building, "memory_of_ranks", gone)
     with pytest.raises(RuntimeError, match="closed by peer"):
-        job._end(cast(Any, None), cast(RunLogger, run_log), "preempted", 0.0)
-    assert run_log.told[2:] == [("preempted", 0.0)]
+        built.log_end("preempted")
+    assert run_log.told[2:] == [("preempted", 0.5)]
