@@ -42,9 +42,10 @@ from benchmarks.data_preparation import preparation_costs, waiting_costs
 from benchmarks.results_page import renew_page
 from data_pipeline.loader import BatchPlan, global_batch
 from data_pipeline.samples.best_fit import BestFitSamples
-from data_pipeline.samples.dataset import PackedSamples, Samples
+from data_pipeline.samples.dataset import PackedSamples
 from data_pipeline.samples.mix import Mix, MixedSamples, MixStage
 from data_pipeline.samples.packing_plan import PackingRequest, write_plan
+from data_pipeline.samples.samples import Samples
 from data_pipeline.storage.indexed import IndexedTokens
 from data_pipeline.storage.indexed_writer import IndexedWriter
 from data_pipeline.storage.meta import CorpusMeta

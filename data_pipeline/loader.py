@@ -1,52 +1,25 @@
-"""Turns samples into the micro-batches of one data-parallel rank, and documents into windows for evaluation.
+"""Turns samples into the micro-batches of one data-parallel rank.
 
 A step takes the samples [consumed, consumed + global_batch_size). Rank r of the data-parallel axis takes the
 r-th contiguous slice of them and cuts it into micro-batches, so the samples of a step are the same on every
 layout; every rank computes its own, nothing is communicated. B = micro_batch_size, S = sequence_length.
-
-Windows cut documents of any length into what a model can read, so that each token is predicted once. A document
-t[0] ... t[T-1] has T - 1 tokens to predict: the first one has no context. A window reads up to `length` tokens and
-predicts the token after each; windows begin `stride` tokens apart, and a token that two of them could predict counts
-in the earlier one. So after the first window every prediction sees at least `length - stride` + 1 tokens. This is the
-sliding window of transformers' guide to perplexity, whose `max_length` counts the last target too.
 """
 
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from data_pipeline.errors import DataError
-from data_pipeline.samples.dataset import Sample, SampleRows, ids_are_below
+from data_pipeline.samples.dataset import SampleRows, ids_are_below
+from data_pipeline.samples.samples import ReadSamples
 
 IGNORED_TARGET = -100  # the value that cross-entropy leaves out
 _STEPS_AHEAD = 2  # global batches prepared at most while one trains
-
-
-class ReadSamples(Protocol):
-    """The part of data_pipeline.samples.dataset.Samples that a loader needs."""
-
-    sequence_length: int
-    has_loss_mask: bool
-    dtype: np.dtype[Any]
-    id_limit: int
-
-    def sample(self, k: int) -> Sample:
-        """Returns sample k."""
-
-    def read_row(self, k: int, rows: SampleRows, row: int) -> None:
-        """Reads sample k into a row of a micro-batch; its ids are not checked."""
-
-    def sources_of(self, numbers: NDArray[np.int64]) -> NDArray[np.int64] | None:
-        """Returns the source of each of these samples, as in `Samples`."""
-
-    def count_valid_targets_between(self, first: int, stop: int) -> int:
-        """Returns how many targets of the samples [first, stop) of a step carry loss; reads no tokens."""
 
 
 @dataclass(frozen=True)
@@ -152,48 +125,3 @@ def prefetched_batches(
             yield waiting.popleft().result()
     finally:
         thread.shutdown(wait=True, cancel_futures=True)
-
-
-# Windows of whole documents, for evaluation.
-
-
-@dataclass(frozen=True)
-class Window:
-    """One window, or a batch of windows of equal length."""
-
-    tokens: NDArray[np.int64]  # [..., n] input of the model, n <= length
-    targets: NDArray[np.int64]  # [..., n] the next tokens; IGNORED_TARGET if an earlier window has counted them
-
-
-def document_windows(tokens: NDArray[np.int64], length: int, stride: int) -> Iterator[Window]:
-    """Yields the windows of one document `[T]`, none if T < 2; 1 <= stride <= length."""
-    last, counted = len(tokens) - 1, 0
-    for begin in range(0, last, stride):
-        end = min(begin + length, last)
-        targets = tokens[begin + 1 : end + 1].copy()
-        targets[: max(0, counted - begin)] = IGNORED_TARGET
-        yield Window(tokens[begin:end], targets)
-        if end == last:
-            return
-        counted = end
-
-
-def equally_long_batches(windows: Iterable[Window], most_tokens: int) -> Iterator[Window]:
-    """Groups windows into batches `[batch, n]` of at most `most_tokens` tokens, or of a single window.
-
-    Only windows of the same length share a batch, so that no padding can change a number. The order is not kept.
-    """
-    by_length: dict[int, list[Window]] = {}
-    for window in windows:
-        group = by_length.setdefault(len(window.tokens), [])
-        group.append(window)
-        if (len(group) + 1) * len(window.tokens) > most_tokens:
-            yield _stacked(group)
-            group.clear()
-    for group in by_length.values():
-        if group:
-            yield _stacked(group)
-
-
-def _stacked(windows: list[Window]) -> Window:
-    return Window(np.stack([w.tokens for w in windows]), np.stack([w.targets for w in windows]))

@@ -6,6 +6,7 @@ come from a mask (`models.attention`).
 
 from __future__ import annotations
 
+import inspect
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,9 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
+
+FLASH_DTYPES = (torch.bfloat16, torch.float16)
+MOST_FLASH_HEAD_DIM = 256
 
 
 def attend_to_documents(
@@ -65,3 +69,34 @@ def _flex_attention(*, compiled: bool) -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention) if compiled else flex_attention
+
+
+@lru_cache(maxsize=1)
+def why_no_varlen() -> str | None:
+    """Returns why documents and windows need a mask on a GPU; None if flash attention takes them."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return f"torch {torch.__version__} has no torch.nn.attention.varlen"
+    missing = {"scale", "window_size", "enable_gqa"} - inspect.signature(varlen_attn).parameters.keys()
+    return f"torch {torch.__version__}'s varlen_attn does not take {', '.join(sorted(missing))}" if missing else None
+
+
+def why_not_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Returns why documents and windows are masks over all scores; None if flash attention takes their boundaries."""
+    if device.type != "cuda":
+        return "flash attention needs a GPU"
+    if dtype not in FLASH_DTYPES:
+        return f"flash attention takes bf16 and fp16, not {dtype}"
+    if head_dim > MOST_FLASH_HEAD_DIM or head_dim % 8:
+        return f"flash attention takes heads of at most {MOST_FLASH_HEAD_DIM} features, a multiple of 8"
+    return why_no_varlen()
+
+
+def why_not_flex(device: torch.device, head_dim: int) -> str | None:
+    """Returns why capped scores exist in memory; None if FlexAttention caps them in its kernel."""
+    if device.type != "cuda":  # on a CPU it has no gradient
+        return "FlexAttention's gradient needs a GPU"
+    if head_dim < 16 or head_dim & (head_dim - 1):
+        return "FlexAttention takes heads of 16, 32, 64 ... features"
+    return None

@@ -17,8 +17,9 @@ from megalite.config import ModelConfig
 from megalite.parallel.collectives import TensorParallel
 from megalite.parallel.layers import SerialModel
 from megalite.parallel.loss import head_logits
-from models.attention import Attention, KeyValueCache
+from models.attention import Attention
 from models.decoder import PositionEmbedding
+from models.key_value_cache import KeyValueCache
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_pipeline.samples.dataset import DocumentRange, Samples
+from data_pipeline.samples.dataset import DocumentRange
 from data_pipeline.samples.mix import Mix, MixedSamples, MixStage
+from data_pipeline.samples.samples import Samples
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_pipeline.errors import DataError
-from data_pipeline.samples.dataset import DocumentRange, Sample, SampleRows, Samples
+from data_pipeline.samples.dataset import DocumentRange, Sample, SampleRows
+from data_pipeline.samples.samples import Samples
 
 MODULUS = 1 << 64
 _AT_ONCE = 256  # samples whose places are computed together, where samples are read in order

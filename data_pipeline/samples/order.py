@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _ROUNDS = 6
+_SALT = np.uint64(0x6D6567616C697465)  # "megalite", of the hash that holds documents out
 _FEW = 8  # numbers that take less time one by one
 _MASK64 = 2**64 - 1
 RoundKeys = tuple[int, ...]
@@ -111,3 +112,21 @@ MIXING = (
     (np.uint64(31), None),
 )
 """The steps of `mix64` for arrays: a shift that is added modulo 2, then a factor."""
+
+
+def is_held_out(documents: NDArray[np.uint64], fraction: float) -> NDArray[np.bool_]:
+    """Returns [documents] bools: True where the document's hash, as a number in [0, 1), is below `fraction`.
+
+    The hash is `mix64`, applied twice.
+    """
+    if not fraction:
+        return np.zeros(len(documents), dtype=np.bool_)
+    hashes = documents ^ _SALT
+    spare = np.empty_like(hashes)
+    for shift, factor in (*MIXING, *MIXING):
+        np.right_shift(hashes, shift, out=spare)
+        np.bitwise_xor(hashes, spare, out=hashes)
+        if factor is not None:
+            np.multiply(hashes, factor, out=hashes)
+    below: NDArray[np.bool_] = hashes < np.uint64(int(fraction * 2**64))
+    return below

@@ -34,7 +34,8 @@ from numpy.typing import NDArray
 
 from data_pipeline.errors import DataError
 from data_pipeline.ownership import only_we_write
-from data_pipeline.samples.stream import Split, is_held_out
+from data_pipeline.samples.order import is_held_out
+from data_pipeline.samples.stream import Split
 from data_pipeline.storage.files import StoredFile, with_ending, write_atomically
 from data_pipeline.storage.indexed import IndexedTokens
 

@@ -11,7 +11,8 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from data_pipeline.samples.dataset import Sample, SampleRows, Samples
+from data_pipeline.samples.dataset import Sample, SampleRows
+from data_pipeline.samples.samples import Samples
 
 _KEPT = 8  # samples, whose parts are read one after the other
 

@@ -15,14 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_pipeline.errors import DataError
-from data_pipeline.samples.order import MIXING
-from data_pipeline.samples.split_counts import KeptCounts
+from data_pipeline.samples.order import is_held_out
+from data_pipeline.samples.split_counts import BLOCK, HELD_OUT_BLOCK, counts_of
 from data_pipeline.storage.indexed import IndexedTokens
 
-_SALT = np.uint64(0x6D6567616C697465)  # "megalite"
-_BLOCK = 1 << 8  # documents of a block of the train split: 2 KiB of the index are little beside a sample's tokens
-_HELD_OUT_BLOCK = 1 << 11  # documents, a multiple of the other; a sample of few held-out documents spans them anyway
-_COUNTED_AT_ONCE = 1 << 14  # documents, a multiple of both; their hashes stay in the processor's cache
 _BLOCKS_KEPT = 1024  # per stream; up to 6 KiB each, of a train split
 
 Split = Literal["train", "held_out"]
@@ -76,7 +72,7 @@ class TokenStream:
     ) -> None:
         self._corpora, self._first_block = corpora, first_block
         self._fraction, self._held_out = fraction, split == "held_out"
-        self._block_documents = _HELD_OUT_BLOCK if self._held_out else _BLOCK
+        self._block_documents = HELD_OUT_BLOCK if self._held_out else BLOCK
         self._offsets = np.concatenate(([0], np.cumsum(block_tokens)))  # [blocks + 1] places in the stream
         self._offset_view = self._offsets.data
         self.token_count = int(self._offsets[-1])
@@ -139,59 +135,10 @@ def split_streams(
     corpora: Sequence[IndexedTokens], index_sha256s: Sequence[str], fraction: float
 ) -> dict[Split, TokenStream]:
     """Returns the streams of both splits; passes over the index of each corpus whose counts are not kept."""
-    counts = [_counts_of(corpus, digest, fraction) for corpus, digest in zip(corpora, index_sha256s, strict=True)]
+    counts = [counts_of(corpus, digest, fraction) for corpus, digest in zip(corpora, index_sha256s, strict=True)]
     streams = dict[Split, TokenStream]()
     splits: tuple[Split, Split] = ("train", "held_out")
     for split, of_split in zip(splits, zip(*counts, strict=True), strict=True):
         first_block = np.cumsum([0, *(len(part) for part in of_split)])
         streams[split] = TokenStream(corpora, first_block, np.concatenate(of_split), fraction, split)
     return streams
-
-
-def _counts_of(
-    corpus: IndexedTokens, index_sha256: str, fraction: float
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Returns the tokens of each block of a corpus that are in the train split, and those held out: [blocks] each."""
-    documents = len(corpus)
-    blocks = -(-documents // _BLOCK)
-    kept = KeptCounts(corpus.prefix, index_sha256, documents, fraction, blocks - (-documents // _HELD_OUT_BLOCK))
-    counts = kept.read()
-    if counts is None:
-        train, held_out = _count_tokens(corpus, fraction)
-        whole_blocks = np.arange(0, blocks, _HELD_OUT_BLOCK // _BLOCK)
-        counts = np.concatenate((train, np.add.reduceat(held_out, whole_blocks) if blocks else held_out))
-        kept.write(counts)
-    return counts[:blocks], counts[blocks:]
-
-
-def _count_tokens(corpus: IndexedTokens, fraction: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Returns the tokens in each 256 documents that are in the train split, and those held out: [blocks] each."""
-    blocks = -(-len(corpus) // _BLOCK)
-    train, held_out = np.empty(blocks, dtype=np.int64), np.empty(blocks, dtype=np.int64)
-    for first in range(0, len(corpus), _COUNTED_AT_ONCE):
-        stop = min(first + _COUNTED_AT_ONCE, len(corpus))
-        starts = corpus.starts(first, stop)
-        some = slice(first // _BLOCK, -(-stop // _BLOCK))
-        chosen = np.flatnonzero(is_held_out(np.arange(first, stop, dtype=np.uint64), fraction))
-        tokens = starts[chosen + 1] - starts[chosen]
-        held_out[some] = np.bincount(chosen // _BLOCK, tokens, minlength=some.stop - some.start)  # exact below 2^53
-        train[some] = np.diff(starts[:-1:_BLOCK], append=starts[-1]) - held_out[some]
-    return train, held_out
-
-
-def is_held_out(documents: NDArray[np.uint64], fraction: float) -> NDArray[np.bool_]:
-    """Returns [documents] bools: True where the document's hash, as a number in [0, 1), is below `fraction`.
-
-    The hash is `mix64` of data_pipeline/samples/order.py, applied twice.
-    """
-    if not fraction:
-        return np.zeros(len(documents), dtype=np.bool_)
-    hashes = documents ^ _SALT
-    spare = np.empty_like(hashes)
-    for shift, factor in (*MIXING, *MIXING):
-        np.right_shift(hashes, shift, out=spare)
-        np.bitwise_xor(hashes, spare, out=hashes)
-        if factor is not None:
-            np.multiply(hashes, factor, out=hashes)
-    below: NDArray[np.bool_] = hashes < np.uint64(int(fraction * 2**64))
-    return below

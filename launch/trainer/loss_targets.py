@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from data_pipeline.errors import DataError
-from data_pipeline.samples.dataset import Samples
+from data_pipeline.samples.samples import Samples
 
 LOOKED_AT = 1024  # samples of a split at most: the first ones of a computed permutation, so the share is that of all
 FEWEST = 32  # of each of many texts, of which fewer are looked at

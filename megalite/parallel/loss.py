@@ -15,8 +15,6 @@ scaled them, and what goes into their GEMMs is multiplied by `FP16_SCALE`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +22,7 @@ from torch import Tensor
 
 from megalite.parallel.collectives import TensorParallel, all_gather, enter_parallel_region
 from megalite.parallel.linear import multipliable
+from megalite.parallel.softmax_passes import compiled_passes
 from megalite.parallel.weight_products import add_product, weight_product, wide_product
 
 IGNORED = -100  # the target of a token that carries no loss, as in torch and transformers
@@ -179,45 +178,6 @@ def _compiled_softmax(
         return loss, None
     differentiate_(logits, column, log_total.unsqueeze(1), (valid * scale).unsqueeze(1), part.real_rows, part.softcap)
     return loss, logits
-
-
-@lru_cache(maxsize=1)
-def compiled_passes() -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., None]]:
-    """Returns `_reduce_rows` and `_differentiate_`, which are compiled when they are first called."""
-    return torch.compile(_reduce_rows, fullgraph=True), torch.compile(_differentiate_, fullgraph=True)
-
-
-def _final_logits(logits: Tensor, real_rows: int, softcap: float | None) -> tuple[Tensor, Tensor]:
-    """Returns the logits in fp32, capped, those of padding as small as they can be; and the number of each column."""
-    x, columns = logits.float(), torch.arange(logits.shape[1], device=logits.device)
-    if softcap is not None:
-        x = (x / softcap).tanh() * softcap
-    if real_rows < logits.shape[1]:
-        x = torch.where(columns < real_rows, x, torch.finfo(torch.float32).min)
-    return x, columns
-
-
-def _reduce_rows(logits: Tensor, column: Tensor, real_rows: int, softcap: float | None) -> tuple[Tensor, Tensor]:
-    """Returns the log-sum-exp of each row, and its logit in `column` `[chunk, 1]`, or 0 if that is none of them.
-
-    The first four operations are written as inductor wants them to compute maximum and sum in one pass on a GPU.
-    """
-    x, columns = _final_logits(logits, real_rows, softcap)
-    top = x.amax(dim=-1, keepdim=True)
-    total = (x - top).exp().sum(dim=-1, keepdim=True)
-    picked = torch.where(columns == column, x, 0.0).sum(dim=-1)
-    return (total.log() + top).squeeze(-1), picked
-
-
-def _differentiate_(
-    logits: Tensor, column: Tensor, log_total: Tensor, factor: Tensor, real_rows: int, softcap: float | None
-) -> None:
-    """Writes `factor x (softmax - one_hot)`, times the slope of the cap, over the logits; `[chunk, 1]` but those."""
-    x, columns = _final_logits(logits, real_rows, softcap)
-    delta = ((x - log_total).exp() - (columns == column).float()) * factor
-    if softcap is not None:
-        delta = delta * (1.0 - (logits.float() / softcap).tanh().square())
-    logits.copy_(delta)
 
 
 def _cap_(logits: Tensor, softcap: float) -> Tensor:

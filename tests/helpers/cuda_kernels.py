@@ -16,7 +16,7 @@ from torch import Tensor
 
 import models.attention as attention
 import models.attention_inputs as attention_inputs
-from models.attention_inputs import why_not_flash
+from models.attention_kernels import why_not_flash
 
 
 @torch.library.custom_op("one_kernel::rms_norm", mutates_args=())
@@ -108,7 +108,7 @@ def cuda_kernels() -> Iterator[None]:
         patch.object(attention, "why_not_flash", _no_flash),
         patch.object(attention, "why_not_flex", lambda device, head_dim: None),
         patch.object(attention, "attend_capped", _attend_capped),
-        patch.object(attention_inputs, "_block_mask", lambda *_: None),
+        patch.object(attention_inputs, "made_block_mask", lambda *_: None),
         patch.object(F, "scaled_dot_product_attention", _one_kernel_attention),
         patch.object(F, "rms_norm", lambda x, shape, weight, eps: _rms_norm(x, weight)[0]),
     ):

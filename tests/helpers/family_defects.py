@@ -15,6 +15,7 @@ import megalite.engine.stages as stages
 import megalite.parallel.norm as norm
 import models.attention as attention
 import models.attention_inputs as attention_inputs
+import models.attention_masks as attention_masks
 import models.decoder as decoder
 import models.experts as experts
 import models.rope as rope
@@ -54,7 +55,7 @@ def router_counts_each_expert_fully() -> None:
 
 def window_is_one_token_longer() -> None:
     """The window without the token itself, as some count it."""
-    document_mask, causal_mask = attention_inputs.document_mask, attention_inputs.causal_mask
+    document_mask, causal_mask = attention_masks.document_mask, attention_masks.causal_mask
 
     def longer(window: int | None) -> int | None:
         return None if window is None else window + 1

@@ -18,9 +18,10 @@ import pytest
 
 from data_pipeline.loader import BatchPlan, global_batch
 from data_pipeline.samples.best_fit import BestFitSamples
-from data_pipeline.samples.dataset import PackedSamples, Samples
+from data_pipeline.samples.dataset import PackedSamples
 from data_pipeline.samples.mix import Mix, MixedSamples, MixStage
 from data_pipeline.samples.packing_plan import PackingRequest, write_plan
+from data_pipeline.samples.samples import Samples
 from data_pipeline.samples.staged import CutSamples
 from data_pipeline.storage.files import StoredFile
 from data_pipeline.storage.indexed import IndexedTokens

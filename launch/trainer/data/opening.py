@@ -11,8 +11,9 @@ from typing import Any
 from data_pipeline.errors import DataError, first_names
 from data_pipeline.loader import BatchPlan, TokenBatch, count_valid_targets, global_batch, prefetched_batches
 from data_pipeline.samples.best_fit import BestFitSamples
-from data_pipeline.samples.dataset import PackedSamples, Samples
+from data_pipeline.samples.dataset import PackedSamples
 from data_pipeline.samples.mix import MixedSamples
+from data_pipeline.samples.samples import Samples
 from data_pipeline.samples.staged import CutSamples
 from data_pipeline.storage.indexed import IndexedTokens
 from data_pipeline.storage.meta import CorpusMeta, read_meta

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from data_pipeline.errors import DataError
-from data_pipeline.samples.dataset import Samples
 from data_pipeline.samples.mix import MODULUS, Mix, MixedSamples, MixRecord, MixStage, content_id
+from data_pipeline.samples.samples import Samples
 from megalite.checkpoint.errors import CheckpointError
 from megalite.config import Config
 from megalite.config.batch_stages import BatchSchedule, sample_length

@@ -14,8 +14,9 @@ from transformers import DynamicCache
 from megalite.config import ModelConfig
 from megalite.parallel import linear
 from megalite.parallel.collectives import TensorParallel
-from models.attention import Attention, KeyValueCache
-from models.attention_inputs import causal_mask
+from models.attention import Attention
+from models.attention_masks import causal_mask
+from models.key_value_cache import KeyValueCache
 from tests.helpers.hub_attention import (
     LLAMA3,
     LONGROPE,

@@ -22,7 +22,7 @@ import models.attention_kernels as attention_kernels
 from megalite.config import ModelConfig
 from megalite.parallel.collectives import TensorParallel
 from megalite.parallel.layers import BlockInput, SerialModel, make_layer
-from models.attention_inputs import count_documents, document_boundaries
+from models.attention_masks import causal_mask, count_documents, document_boundaries, made_block_mask
 from models.decoder import decoder_layers
 
 SEQ = 23
@@ -175,10 +175,10 @@ def test_capped_scores_of_flex_attention_are_ours() -> None:
     q, k, v = draw(3, 4, SEQ, 16), draw(3, 2, SEQ, 16, seed=1), draw(3, 2, SEQ, 16, seed=2)
     for window in (None, 5):
         for positions in (None, PACKED):
-            block_mask = attention_inputs._block_mask((3, SEQ), window, torch.device("cpu"), positions)
+            block_mask = made_block_mask((3, SEQ), window, torch.device("cpu"), positions)
             found = attention_kernels.attend_capped(q, k, v, block_mask, 2.5, 0.3, is_grouped=True)
             seen = attention_inputs._mask(SEQ, SEQ, window, torch.device("cpu"), positions)
-            seen = attention_inputs.causal_mask(SEQ, SEQ, None, torch.device("cpu")) if seen is None else seen
+            seen = causal_mask(SEQ, SEQ, None, torch.device("cpu")) if seen is None else seen
             scores = torch.tanh(q @ k.repeat_interleave(2, 1).mT * 0.3 / 2.5) * 2.5
             expected = scores.masked_fill(~seen, float("-inf")).softmax(-1) @ v.repeat_interleave(2, 1)
             torch.testing.assert_close(found, expected, atol=2e-6, rtol=0)
@@ -217,13 +217,13 @@ def test_keys_and_values_copied_for_each_query_head_are_the_grouped_ones(
 
 def test_each_reason_against_a_kernel_is_said() -> None:
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
-    assert attention_inputs.why_not_flash(cuda, torch.bfloat16, 128) is None  # this torch has varlen_attn
+    assert attention_kernels.why_not_flash(cuda, torch.bfloat16, 128) is None  # this torch has varlen_attn
     for arguments, word in (
         ((cpu, torch.bfloat16, 128), "GPU"),
         ((cuda, torch.float32, 128), "float32"),
         ((cuda, torch.float16, 264), "256"),
         ((cuda, torch.float16, 12), "8"),
     ):
-        assert word in (attention_inputs.why_not_flash(*arguments) or "")
-    assert attention_inputs.why_not_flex(cuda, 256) is None
-    assert "GPU" in (attention_inputs.why_not_flex(cpu, 256) or "") and attention_inputs.why_not_flex(cuda, 96)
+        assert word in (attention_kernels.why_not_flash(*arguments) or "")
+    assert attention_kernels.why_not_flex(cuda, 256) is None
+    assert "GPU" in (attention_kernels.why_not_flex(cpu, 256) or "") and attention_kernels.why_not_flex(cuda, 96)

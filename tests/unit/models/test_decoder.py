@@ -16,7 +16,7 @@ from megalite.parallel.collectives import TensorParallel
 from megalite.parallel.layers import SerialModel, make_layer
 from megalite.parallel.loss import head_loss
 from models.attention import rotated_heads
-from models.attention_inputs import document_mask
+from models.attention_masks import document_mask
 from models.decoder import decoder_layers
 from models.feed_forward import swiglu
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from megalite.parallel import loss as loss_module
 from megalite.parallel.collectives import TensorParallel
 from megalite.parallel.loss import CHUNK_BYTES, CHUNK_TOKENS, IGNORED, head_logits, head_loss
+from megalite.parallel.softmax_passes import differentiate_, reduce_rows
 from tests.helpers.rank_pool import run_ranks
 
 RELATIVE = 2e-6  # of the largest number: fp32 logits and softmax, sums of up to 131 terms
@@ -24,7 +25,7 @@ BIG_VOCABULARY = CHUNK_BYTES["cpu"] // (4 * CHUNK_TOKENS) + 5  # chunks are CHUN
 @contextmanager
 def expressions() -> Iterator[None]:
     """The passes that GPUs compile take the place of the CPU's, uncompiled."""
-    passes = loss_module._reduce_rows, loss_module._differentiate_
+    passes = reduce_rows, differentiate_
     with (
         patch.object(loss_module, "_softmax", loss_module._compiled_softmax),
         patch.object(loss_module, "compiled_passes", lambda: passes),

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from data_pipeline.audit.contents import as_mix, content_of, readings_of
 from data_pipeline.errors import DataError
-from data_pipeline.samples.dataset import PackedSamples, Samples
+from data_pipeline.samples.dataset import PackedSamples
 from data_pipeline.samples.mix import Mix, MixedSamples, MixStage
 from data_pipeline.samples.order import epoch_key, index_of_permuted, permuted_index
+from data_pipeline.samples.samples import Samples
 from data_pipeline.storage.indexed_writer import IndexedWriter
 
 

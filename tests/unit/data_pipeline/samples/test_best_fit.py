@@ -13,8 +13,9 @@ from data_pipeline.errors import DataError
 from data_pipeline.loader import IGNORED_TARGET, BatchPlan, global_batch
 from data_pipeline.samples.best_fit import BestFitSamples
 from data_pipeline.samples.dataset import PackedSamples, Sample
+from data_pipeline.samples.order import is_held_out
 from data_pipeline.samples.packing_plan import PackingPlan, PackingRequest, write_plan
-from data_pipeline.samples.stream import Split, is_held_out
+from data_pipeline.samples.stream import Split
 from data_pipeline.storage.indexed import IndexedTokens
 from data_pipeline.storage.indexed_writer import IndexedWriter
 from tests.helpers.small_corpora import SMALL_CORPORA, SmallCorpora

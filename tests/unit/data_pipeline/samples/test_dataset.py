@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 from data_pipeline.errors import DataError
 from data_pipeline.samples.dataset import PackedSamples
-from data_pipeline.samples.stream import is_held_out
+from data_pipeline.samples.order import is_held_out
 from data_pipeline.storage.indexed import IndexedTokens
 from data_pipeline.storage.indexed_writer import IndexedWriter
 from data_pipeline.storage.meta import CorpusMeta, meta_path

@@ -9,7 +9,7 @@ import pytest
 from data_pipeline.errors import DataError
 from data_pipeline.samples import split_counts
 from data_pipeline.samples.dataset import PackedSamples
-from data_pipeline.samples.stream import is_held_out
+from data_pipeline.samples.order import is_held_out
 from data_pipeline.storage.indexed import IndexedTokens
 from tests.unit.data_pipeline.samples.test_dataset import give_meta
 

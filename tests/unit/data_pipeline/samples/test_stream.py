@@ -12,8 +12,8 @@ import pytest
 from numpy.typing import NDArray
 
 from data_pipeline.samples.dataset import PackedSamples
-from data_pipeline.samples.order import mix64
-from data_pipeline.samples.stream import Split, is_held_out
+from data_pipeline.samples.order import is_held_out, mix64
+from data_pipeline.samples.stream import Split
 from data_pipeline.storage.files import StoredFile
 from tests.unit.data_pipeline.samples.test_dataset import give_meta
 
