@@ -221,7 +221,8 @@ class PackedSamples(CorpusSamples):
                 "data.packing best_fit, or data.too_long cut"
             )
         self._stream = self._streams[split]
-        self._pieces = lru_cache(maxsize=SAMPLES_KEPT)(self._find_pieces)
+        stream, length = self._stream, self.sequence_length
+        self._pieces = lru_cache(maxsize=SAMPLES_KEPT)(lambda k: stream.pieces(self._block(k) * length, length + 1))
         count = self._stream.token_count
         self.samples_per_epoch = max(1, -(-(count - 1) // self.sequence_length))
         return count
@@ -286,9 +287,6 @@ class PackedSamples(CorpusSamples):
             f"the {self.split} split has {self.token_count} tokens, less than one sample of {self.sequence_length} + "
             "1: every sample repeats the whole split"
         )
-
-    def _find_pieces(self, k: int) -> list[StreamPiece]:
-        return self._stream.pieces(self._block(k) * self.sequence_length, self.sequence_length + 1)
 
     def _loss(self, pieces: Sequence[StreamPiece]) -> NDArray[np.bool_] | None:
         """Reads which tokens of a sample carry loss; those of a corpus without a mask all do."""

@@ -54,13 +54,11 @@ def check_loss_mask(corpus: IndexedTokens, meta: CorpusMeta | None) -> None:
 def content_digests(corpora: Sequence[IndexedTokens], metas: Sequence[CorpusMeta | None]) -> list[list[str]]:
     """Returns what tells each corpus's content from another's; the last of each is the SHA-256 of its index."""
     return [
-        _promised_digests(meta) if meta else [str(corpus.token_count), corpus.index_digest()]
+        [meta.sha256, *([meta.loss_sha256] if meta.loss_sha256 else []), meta.idx_sha256]
+        if meta
+        else [str(corpus.token_count), corpus.index_digest()]
         for corpus, meta in zip(corpora, metas, strict=True)
     ]
-
-
-def _promised_digests(meta: CorpusMeta) -> list[str]:
-    return [meta.sha256, *([meta.loss_sha256] if meta.loss_sha256 else []), meta.idx_sha256]
 
 
 def sampled_digest(corpora: Sequence[IndexedTokens], metas: Sequence[CorpusMeta | None]) -> str:

@@ -104,21 +104,16 @@ def _stages(config: Config, followed: MixHistory) -> list[MixStage]:
         is_past = first is not None and first <= followed.consumed_samples
         is_same = record is not None and (record.global_batch_size, record.batch_stages) == (batch, of_batch)
         if first is None or not (is_past or is_same):
-            first = _first_sample(config, stage, followed)
+            step = stage.from_steps  # the first step at its place or behind it
+            if step is None:
+                step = followed.steps_until(config, -(-(stage.from_tokens or 0) // sample_length(config.training)))
+            first = max(0, followed.samples_after(config, step))
         replaced: tuple[str, ...] = ()
         while stages and stages[-1].first_sample >= first:  # of two places in one step the later one counts
             earlier = stages.pop()
             replaced = (*earlier.replaced, *filter(None, [earlier.place]), *replaced)
         stages.append(MixStage(first, _above_zero(config.data.weights_of(stage)), place, replaced))
     return stages
-
-
-def _first_sample(config: Config, stage: DataStage, followed: MixHistory) -> int:
-    """Returns the first sample of the first step at the place of a stage or behind it."""
-    step = stage.from_steps
-    if step is None:
-        step = followed.steps_until(config, -(-(stage.from_tokens or 0) // sample_length(config.training)))
-    return max(0, followed.samples_after(config, step))
 
 
 def _stages_of_batch(config: Config) -> str:

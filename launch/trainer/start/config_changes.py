@@ -86,12 +86,13 @@ def changes_since(manifest: Manifest, config: Config) -> tuple[OptionChange, ...
     open_options = {dotted(path) for path in config.unresolved_options}
     changes = []
     for option in dict.fromkeys((*ours, *saved)):
-        is_unknown = option not in saved and not option.startswith(
-            NAMED_BY_USERS
-        )  # a checkpoint without a whole config
+        # of a checkpoint without a whole config
+        is_unknown = option not in saved and not option.startswith(NAMED_BY_USERS)
+        is_without_effect = option in IGNORED_BY[config.optimizer.name] or f"{option}.".startswith(
+            tuple(f"{name}." for name in WITHOUT_EFFECT)
+        )
         before, after = saved.get(option), ours.get(option)
-        is_left_out = is_unknown or option in open_options or _is_without_effect(option, config)
-        if before != after and not is_left_out:
+        if before != after and not (is_unknown or option in open_options or is_without_effect):
             changes.append(OptionChange(option, before, after))
     return tuple(changes)
 
@@ -144,12 +145,6 @@ def _former_defaults(manifest: Manifest) -> dict[OptionName, Any]:
     # DeepSpeed sums the replicas' gradients in the format of the model, unless it is told another
     reduction = {} if dtype == "fp32" else {REDUCTION: dtype}
     return {"checkpoint.interval": 0, **reduction}
-
-
-def _is_without_effect(option: OptionName, config: Config) -> bool:
-    if option in IGNORED_BY[config.optimizer.name]:
-        return True
-    return any(option == name or option.startswith(f"{name}.") for name in WITHOUT_EFFECT)
 
 
 def _flat(prefix: OptionName, values: Mapping[str, Any]) -> Iterator[tuple[OptionName, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -149,7 +150,8 @@ def test_progress_is_told_while_a_copy_is_made(data: DataConfig, s3: Gate, monke
 
     s3.faults = [Fault(lambda request: is_read_of_tokens(request) and not has_told.wait(30), "error")]
     copies_here(data, LENGTH, may_fetch=True, tell=tell)
-    assert any(f"copying {data.urls[0]} to {data.cache}" in sentence and " kB of " in sentence for sentence in told)
+    progress = re.escape(f"copying {data.urls[0]} to {data.cache}") + r".*: [\d.]+ (bytes|kB) of [\d.]+ kB"
+    assert any(re.fullmatch(progress, sentence) for sentence in told), told
 
 
 def test_what_is_wrong_at_a_url_is_a_sentence_and_leaves_nothing(
