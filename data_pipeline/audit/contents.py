@@ -50,8 +50,7 @@ def readings_of(samples: MixedSamples, prefix: Path, document: int, stop: int) -
 
     Raises DataError if the corpus has no such document.
     """
-    readings = []
-    counts = samples.mix.counts(stop)
+    readings, counts = list[DocumentReading](), samples.mix.counts(stop)
     for number, (name, source) in enumerate(samples.sources.items()):
         for epoch in range(-(-counts[number] // source.samples_per_epoch)):
             of_epoch = source.samples_of(prefix, document, epoch)

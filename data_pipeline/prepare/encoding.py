@@ -6,7 +6,7 @@ is a choice (`SpecialTokens`); the tokens that begin and end a document are set 
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,15 +32,6 @@ class EncodedPiece(NamedTuple):
 
     ids: list[int] | NDArray[np.uint32]
     loss: NDArray[Any] | None  # [ids] uint8, 1 where a token carries loss; None: every token does
-
-
-class PieceEncoder(Protocol):
-    """A value that can be pickled, and encodes the same piece to the same tokens in every process."""
-
-    @property
-    def tokenizer(self) -> TokenizerFile: ...
-
-    def encode(self, piece: TextPiece) -> EncodedPiece: ...
 
 
 @dataclass(frozen=True)

@@ -47,27 +47,6 @@ class Sample:
     starts: NDArray[np.int64]  # [n] places from 1 to S where documents begin, rising
     loss: NDArray[np.bool_] | None = None  # [S + 1] whether a token carries loss as a target; None: every token does
 
-    @property
-    def cu_seqlens(self) -> NDArray[np.int64]:
-        """[documents + 1] 0, every document start inside the inputs, S."""
-        length = len(self.tokens) - 1
-        edges = np.empty(len(self.starts) + 2, dtype=np.int64)
-        edges[0], edges[1:-1], edges[-1] = 0, self.starts, length
-        return edges[:-1] if edges[-2] == length else edges  # the last target may begin a document
-
-    @property
-    def positions(self) -> NDArray[np.int64]:
-        """[S] distances from the start of the document, or of the sample."""
-        edges = self.cu_seqlens
-        return np.arange(edges[-1]) - edges[:-1].repeat(edges[1:] - edges[:-1])
-
-    @property
-    def target_is_valid(self) -> NDArray[np.bool_]:
-        """[S] bools: False where the target is the first token of another document, or carries no loss."""
-        valid = np.ones(len(self.tokens) - 1, dtype=np.bool_) if self.loss is None else self.loss[1:].copy()
-        valid[self.starts - 1] = False
-        return valid
-
 
 class SampleRows:
     """B samples side by side, as a micro-batch takes them; `Samples.read_row` fills them one by one."""

@@ -24,16 +24,6 @@ def epoch_key(seed: int, epoch: int, fingerprint: str) -> RoundKeys:
     return struct.unpack(f"<{_ROUNDS}Q", digest.digest())
 
 
-def permuted_index(index: int, size: int, key: RoundKeys) -> int:
-    """Returns the image of `index` under the permutation of [0, size) that `key` defines."""
-    assert 0 <= index < size, f"index {index} outside [0, {size})"
-    bits = (size - 1).bit_length()
-    index = _encrypt(index, bits, key)
-    while index >= size:  # cycle walking: the network permutes a power of two
-        index = _encrypt(index, bits, key)
-    return index
-
-
 def permuted_range(first: int, stop: int, size: int, key: RoundKeys) -> list[int]:
     """Returns the images of the indexes [first, stop), which takes much less time than one by one."""
     assert 0 <= first <= stop <= size, f"indexes [{first}, {stop}) outside [0, {size})"

@@ -1,4 +1,4 @@
-"""What the samples of a run are to those who read them, whichever way they are packed or mixed."""
+"""The samples of a run as those who read them see them, whichever way they are packed or mixed."""
 
 from pathlib import Path
 from typing import Any, Protocol

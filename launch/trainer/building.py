@@ -40,7 +40,6 @@ from megalite.monitor.events import EVENTS, EventLog
 from megalite.planner.cost.shapes import recompute_of_blocks
 from megalite.resilience.heartbeat import Heartbeat
 from megalite.training.state import TrainState
-from megalite.units import plural
 
 if TYPE_CHECKING:
     from megalite.engine.engine import Engine
@@ -123,8 +122,7 @@ def build_run(
     activity = Activity(Mesh.of(layout), rank.rank)
     if heartbeat is not None:
         heartbeat.step = lambda: activity.span.step
-    record_hang = partial(EventLog(config.run_dir / EVENTS).write, "hung")
-    launch = agree_on_launch()
+    record_hang, launch = partial(EventLog(config.run_dir / EVENTS).write, "hung"), agree_on_launch()
     fence.begin(config.run_dir / LOCK, from_rank_0(lambda: fence.read(config.run_dir / LOCK), str))
     with_local_data = open_on_all_hosts(config, rank, progress)  # before the watchdog, whose limits are for steps
     progress.begin("opening the data")
@@ -207,16 +205,9 @@ def _context(
 
 def _start_heartbeat(config: Config, rank: Rank, at_exit: ExitStack) -> Heartbeat | None:
     """Starts the heartbeat if a supervisor has set an attempt; it stops when `at_exit` is closed."""
-    attempt = os.environ.get(ATTEMPT, "").strip()
-    if not attempt:
+    if not (attempt := os.environ.get(ATTEMPT, "").strip()):
         return None
     heartbeat = Heartbeat(config.run_dir, rank.rank, rank.world_size, attempt)
     heartbeat.start()
-
-    def stop() -> None:
-        heartbeat.stop()
-        if heartbeat.failures:
-            log.warning(f"rank {rank.rank} could not write its heartbeat {plural(heartbeat.failures, 'time')}")
-
-    at_exit.callback(stop)
+    at_exit.callback(heartbeat.stop)
     return heartbeat

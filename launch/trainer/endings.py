@@ -1,4 +1,4 @@
-"""How a rank ends: its exit code, and who is told why."""
+"""Endings of a rank: its exit code, and who is told why."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def run_facts(config: Config, layout: ResolvedLayout, data: RunData, start: Star
             "weights": str(start.checkpoint or (start.hub.folder if start.hub is not None else "")) or None,
         },
         "changes": [asdict(change) for change in start.changes],
-        "learning_rates": _learning_rates(config, start),
+        "learning_rates": learning_rate_jump(start.manifest, config) if start.changes and start.manifest else None,
         "model": {"family": config.model.model_type, "parameters": parameters(config.model)},
         "adapter_parameters": _in_adapters(config),
         "layout": layout_facts(layout)
@@ -81,11 +81,6 @@ def run_facts(config: Config, layout: ResolvedLayout, data: RunData, start: Star
         },
         "length": {"steps": config.total_steps, "steps_left": left, "tokens_left": tokens_left},
     }
-
-
-def _learning_rates(config: Config, start: Start) -> tuple[float, float] | None:
-    has_changed = start.is_resume and start.manifest is not None and bool(start.changes)
-    return learning_rate_jump(start.manifest, config) if has_changed and start.manifest is not None else None
 
 
 def _format_rates(facts: Facts) -> list[str]:
@@ -185,21 +180,14 @@ def _data_lines(data: Facts) -> Lines:
     if not data["sources"]:
         again = ", each time in another order" if data["epochs"] > 1 else ""
         return [("data", f"{', '.join(data['paths'])}: {whole}; the run takes {epochs(data['epochs'])} epochs{again}")]
-    if len(data["sources"]) > MOST_SOURCES:
-        each = [source["epochs"] for source in data["sources"]]
-        return [
-            (
-                "data",
-                f"{len(each)} sources: {whole}; the run takes {epochs(min(each))} to {epochs(max(each))} epochs each",
-            )
-        ]
+    taken = [source["epochs"] for source in data["sources"]]
+    if len(taken) > MOST_SOURCES:
+        of_all = f"{epochs(min(taken))} to {epochs(max(taken))} epochs each"
+        return [("data", f"{len(taken)} sources: {whole}; the run takes {of_all}")]
+    sizes = [f"{one['samples']:,} samples, {count(one['tokens'])} tokens" for one in data["sources"]]
     return [
-        (
-            "data",
-            f"{source['name']}: {source['samples']:,} samples, {count(source['tokens'])} tokens; the run takes "
-            f"{epochs(source['epochs'])} epochs",
-        )
-        for source in data["sources"]
+        ("data", f"{one['name']}: {size}; the run takes {epochs(one['epochs'])} epochs")
+        for one, size in zip(data["sources"], sizes, strict=True)
     ]
 
 

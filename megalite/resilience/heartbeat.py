@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megalite.checkpoint.small_files import UnsafeFile, make_folder, open_to_write, read_small_file
+from megalite.units import plural
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +84,8 @@ class Heartbeat:
         """Removes the file, when this rank leaves as it should; otherwise it stays behind and goes stale."""
         self._is_over.set()
         self._thread.join(LEAVE_S)
+        if self.failures:
+            log.warning(f"rank {self._rank} could not write its heartbeat {plural(self.failures, 'time')}")
 
     def _beat(self) -> None:
         if self._rank == 0:

@@ -22,6 +22,7 @@ from data_pipeline.samples.packing_plan import PackingRequest, write_plan
 from data_pipeline.storage.indexed import IndexedTokens
 from data_pipeline.storage.indexed_writer import IndexedWriter
 from data_pipeline.windows import document_windows, equally_long_batches
+from tests.helpers.sample_views import positions, target_is_valid
 from tests.helpers.small_corpora import SMALL_CORPORA, SmallCorpora
 from tests.unit.data_pipeline.samples.test_dataset import EOS, give_meta, numbered_documents
 
@@ -128,11 +129,11 @@ def test_rows_of_a_micro_batch_are_those_of_its_samples(
             (found,) = global_batch(samples, BatchPlan(5, 5, 0, 1, document_mask=mask), 5 * seed)
             for row, k in enumerate(range(5 * seed, 5 * seed + 5)):
                 sample = samples.sample(k)
-                carries = sample.target_is_valid if mask or sample.loss is not None else True
+                carries = target_is_valid(sample) if mask or sample.loss is not None else True
                 following = np.where(carries, sample.tokens[1:].astype(int), IGNORED_TARGET)
                 assert found.tokens[row].tolist() == sample.tokens[:-1].tolist()
                 assert found.targets[row].tolist() == following.tolist()
-                assert not mask or found.positions[row].tolist() == sample.positions.tolist()
+                assert not mask or found.positions[row].tolist() == positions(sample).tolist()
 
 
 @pytest.mark.parametrize("wrong", [9, -1])

@@ -13,7 +13,7 @@ from data_pipeline.audit.contents import as_mix, content_of, readings_of
 from data_pipeline.errors import DataError
 from data_pipeline.samples.dataset import PackedSamples
 from data_pipeline.samples.mix import Mix, MixedSamples, MixStage
-from data_pipeline.samples.order import epoch_key, index_of_permuted, permuted_index
+from data_pipeline.samples.order import epoch_key, index_of_permuted, permuted_range
 from data_pipeline.samples.samples import Samples
 from data_pipeline.storage.indexed_writer import IndexedWriter
 
@@ -105,4 +105,4 @@ def test_one_text_is_a_source_without_a_name(write_corpus: Callable[..., Path]) 
 @given(size=st.integers(1, 10**12), seed=st.integers(0, 99), data=st.data())
 def test_the_order_of_an_epoch_is_inverted(size: int, seed: int, data: st.DataObject) -> None:
     key, index = epoch_key(seed, 1, "content"), data.draw(st.integers(0, size - 1))
-    assert index_of_permuted(permuted_index(index, size, key), size, key) == index
+    assert index_of_permuted(*permuted_range(index, index + 1, size, key), size, key) == index

@@ -18,6 +18,7 @@ from data_pipeline.samples.packing_plan import PackingPlan, PackingRequest, writ
 from data_pipeline.samples.stream import Split
 from data_pipeline.storage.indexed import IndexedTokens
 from data_pipeline.storage.indexed_writer import IndexedWriter
+from tests.helpers.sample_views import cu_seqlens, positions, target_is_valid
 from tests.helpers.small_corpora import SMALL_CORPORA, SmallCorpora
 from tests.unit.data_pipeline.samples.test_dataset import give_meta
 
@@ -75,7 +76,7 @@ def test_an_epoch_holds_every_token_once_and_whole_documents(
     for k in range(size, 2 * size):  # the second epoch
         sample = samples.sample(k)
         inside = pieces_of(sample)
-        valid = sample.target_is_valid
+        valid = target_is_valid(sample)
         padding = 0 if sample.loss is None else int((~sample.loss).sum())
         predicted.update(zip(sample.tokens[:-1][valid].tolist(), sample.tokens[1:][valid].tolist(), strict=True))
         pieces += inside
@@ -88,9 +89,9 @@ def test_an_epoch_holds_every_token_once_and_whole_documents(
             assert document.first == document.last
             assert set(piece) <= set(documents[document.prefix, document.first])
             named[document.prefix, document.first].append(k)
-        starts = sample.cu_seqlens.tolist()
+        starts = cu_seqlens(sample).tolist()
         expected = [i - max(start for start in starts[:-1] if start <= i) for i in range(sequence_length)]
-        assert sample.positions.tolist() == expected and starts[-1] == sequence_length
+        assert positions(sample).tolist() == expected and starts[-1] == sequence_length
     assert predicted == Counter(pair for tokens in documents.values() for pair in pairwise(tokens))
     assert {token for piece in pieces for token in piece} == {token for each in documents.values() for token in each}
     held = {tuple(piece) for piece in pieces}

@@ -13,6 +13,7 @@ from data_pipeline.samples.order import is_held_out
 from data_pipeline.storage.indexed import IndexedTokens
 from data_pipeline.storage.indexed_writer import IndexedWriter
 from data_pipeline.storage.meta import CorpusMeta, meta_path
+from tests.helpers.sample_views import cu_seqlens, positions, target_is_valid
 from tests.helpers.small_corpora import SMALL_CORPORA, SmallCorpora
 
 WriteCorpus = Callable[..., Path]
@@ -73,10 +74,10 @@ def test_an_epoch_conserves_every_token(tmp_path_factory: pytest.TempPathFactory
     for sample in epoch:
         begins = [i for i, token in enumerate(sample.tokens.tolist()) if place_of[token] in starts]
         inner = [i for i in begins if 0 < i < sequence_length]
-        assert sample.cu_seqlens.tolist() == [0, *inner, sequence_length]
-        assert sample.target_is_valid.tolist() == [i + 1 not in begins for i in range(sequence_length)]
+        assert cu_seqlens(sample).tolist() == [0, *inner, sequence_length]
+        assert target_is_valid(sample).tolist() == [i + 1 not in begins for i in range(sequence_length)]
         last_start = 0
-        for i, position in enumerate(sample.positions.tolist()):
+        for i, position in enumerate(positions(sample).tolist()):
             last_start = i if i in inner else last_start
             assert position == i - last_start
 
@@ -119,7 +120,7 @@ def test_a_corpus_below_one_sample_repeats_and_says_so(write_corpus: WriteCorpus
     samples = PackedSamples([write_corpus([[1, 2, 3, EOS]])], 10, seed=0, held_out_fraction=0.0)
     sample = samples.sample(5)
     assert sample.tokens.tolist() == [1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3]
-    assert sample.cu_seqlens.tolist() == [0, 4, 8, 10]
+    assert cu_seqlens(sample).tolist() == [0, 4, 8, 10]
     assert samples.notice() == (
         "the train split has 4 tokens, less than one sample of 10 + 1: every sample repeats the whole split"
     )

@@ -17,6 +17,7 @@ from data_pipeline.errors import DataError
 from data_pipeline.loader import BatchPlan, global_batch
 from data_pipeline.samples.dataset import PackedSamples
 from data_pipeline.samples.mix import MODULUS, Mix, MixedSamples, MixRecord, MixStage, floor_sum
+from tests.helpers.sample_views import target_is_valid
 from tests.unit.data_pipeline.samples.test_dataset import numbered_documents
 
 NAMES = ("books", "code", "math", "web")
@@ -222,7 +223,7 @@ def test_a_source_keeps_its_own_order(sources: dict[str, PackedSamples]) -> None
         for k in range(400):
             name = samples.mix.names[samples.mix.place(k)[0]]
             read[name].append(samples.sample(k))
-            assert samples.count_valid_targets(k) == int(read[name][-1].target_is_valid.sum())
+            assert samples.count_valid_targets(k) == int(target_is_valid(read[name][-1]).sum())
         for name, found in read.items():
             alone = PackedSamples([prefix_of(sources[name])], LENGTH, 3)
             assert found and all(np.array_equal(one.tokens, alone.sample(j).tokens) for j, one in enumerate(found))

@@ -12,6 +12,7 @@ from data_pipeline.samples.dataset import PackedSamples
 from data_pipeline.samples.mix import Mix, MixedSamples, MixStage
 from data_pipeline.samples.staged import CutSamples
 from data_pipeline.storage.indexed_writer import IndexedWriter
+from tests.helpers.sample_views import positions, target_is_valid
 
 LONGEST = 32
 
@@ -49,12 +50,12 @@ def test_parts_have_the_documents_of_the_whole(numbered: Path) -> None:
     read = CutSamples(samples, 4)
     for k in range(samples.samples_per_epoch):
         whole, parts = samples.sample(k), [read.sample(4 * k + part) for part in range(4)]
-        assert np.array_equal(np.concatenate([part.target_is_valid for part in parts]), whole.target_is_valid)
-        valid = sum(part.target_is_valid.sum() for part in parts)
+        assert np.array_equal(np.concatenate([target_is_valid(part) for part in parts]), target_is_valid(whole))
+        valid = sum(target_is_valid(part).sum() for part in parts)
         assert read.count_valid_targets_between(4 * k, 4 * k + 4) == valid
         starts = [part * 8 + start for part, one in enumerate(parts) for start in one.starts.tolist()]
         assert starts == whole.starts.tolist()
-        assert all(part.positions[0] == 0 for part in parts), "a sequence sees nothing before it"
+        assert all(positions(part)[0] == 0 for part in parts), "a sequence sees nothing before it"
 
 
 def test_replicas_share_the_parts_and_count_the_same_targets(numbered: Path) -> None:

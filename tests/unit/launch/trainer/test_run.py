@@ -35,7 +35,7 @@ def test_the_end_is_written_down_before_all_ranks_are_asked(monkeypatch: pytest.
         raise RuntimeError("Connection closed by peer")
 
     run_log = RunLog()
-    context = SimpleNamespace(checkpoints=SimpleNamespace(wait=lambda: 0.5))
+    context: Any = SimpleNamespace(checkpoints=SimpleNamespace(wait=lambda: 0.5))
     built = BuiltRun(*[cast(Any, part) for part in (None, None, None, context, run_log, None, None)])
     monkeypatch.setattr(building, "memory_of_ranks", lambda engine, own: [own])
     built.log_end("ended")
