@@ -64,8 +64,7 @@ JsonLinesSink(run_dir / METRICS, resumed)
 goodput, sink = Goodput(run_dir, resumed, lambda *_, **__: None), JsonLinesSink(run_dir / METRICS, resumed)
 record = {"step": max(1, resumed - 1000), "time": 1.8e9, "step_time_s": 1.0}
 before = time_now()
-goodput.on_step(record)
-sink.on_step(record)
+sink.on_step(record | goodput.measure(record))
 """,
 }
 PROCESS = """

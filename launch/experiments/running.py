@@ -14,7 +14,7 @@ from launch.experiments.series import RunSeries, SeriesRun
 from launch.runtime.modules import COMMAND_LINE, python_command
 from launch.runtime.processes import TICK_S, ProcessTree, StopSignals
 from megalite.checkpoint.small_files import read_end
-from megalite.monitor.sinks.jsonl import METRICS, read_records
+from megalite.monitor.sinks.jsonl import METRICS, stream_records
 
 LOG_BYTES = 1 << 16
 LINE_BYTES = 1 << 13  # of metrics.jsonl: its last step
@@ -83,7 +83,7 @@ def _make(series: RunSeries, run: SeriesRun, signals: StopSignals, advance: Adva
 
 def _steps_done(run: SeriesRun) -> int:
     with suppress(OSError, ValueError, TypeError):
-        last: Sequence[dict[str, object]] = read_records(run.run_dir / METRICS, LINE_BYTES)[-1:]
+        last: Sequence[dict[str, object]] = list(stream_records(run.run_dir / METRICS, LINE_BYTES))[-1:]
         return int(str(last[0]["step"])) if last else 0
     return 0
 

@@ -23,7 +23,7 @@ from megalite.config import Config, ConfigError, load_saved_config
 from megalite.config.places import url_of
 from megalite.monitor.events import EVENTS, read_events
 from megalite.monitor.line_files import whole_lines
-from megalite.monitor.sinks.jsonl import METRICS, read_records
+from megalite.monitor.sinks.jsonl import METRICS, stream_records
 from megalite.units import plural
 
 Facts = Mapping[str, Any]
@@ -50,7 +50,7 @@ class RunFiles:
         """Reads the files. Raises OSError where steps or events cannot be read."""
         problems: list[str] = []
         lines = {name: _line_count(run_dir / name, last) for name, last in LAST_BYTES.items()}
-        records = read_records(run_dir / METRICS, METRICS_BYTES)
+        records = list(stream_records(run_dir / METRICS, METRICS_BYTES))
         events = read_events(run_dir / EVENTS, EVENTS_BYTES)
         problems.extend(_problems_with_lines(run_dir / METRICS, records, lines[METRICS]))
         problems.extend(_problems_with_lines(run_dir / EVENTS, events, lines[EVENTS]))

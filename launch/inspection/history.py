@@ -17,7 +17,7 @@ import numpy as np
 
 from launch.inspection.files import Facts, RunFiles
 from megalite.monitor.line_files import stream_blocks
-from megalite.monitor.sinks.jsonl import METRICS, read_records
+from megalite.monitor.sinks.jsonl import METRICS, stream_records
 from megalite.monitor.sinks.steps import STEPS
 from megalite.monitor.steps.parts import PARTS
 
@@ -226,7 +226,7 @@ def _number(value: Any) -> float:
 def _breakdowns(path: Path, problems: list[str]) -> list[Facts]:
     """Returns the last lines of steps.jsonl that have what every version of it has."""
     try:
-        lines = read_records(path, STEPS_BYTES)
+        lines = list(stream_records(path, STEPS_BYTES))
     except OSError as error:
         problems.append(f"{path} cannot be read: {error.strerror or error}")
         return []

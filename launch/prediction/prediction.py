@@ -15,6 +15,7 @@ from typing import Any
 from launch.prediction.this_machine import Machine
 from megalite.config import Config, ResolvedLayout
 from megalite.config.sections import PrecisionConfig
+from megalite.monitor.records.step import StepRecord
 from megalite.parallel.mesh import Mesh
 from megalite.planner.cost.memory import TENSORS, Device, StageMemory, memory_of, with_process
 from megalite.planner.cost.step_time import StepTime, step_time
@@ -146,7 +147,7 @@ class SessionMeasurement:
         self._steps: deque[tuple[float, float]] = deque(maxlen=KEPT_STEPS)
         self._left_out = 0
 
-    def add(self, record: Mapping[str, Any]) -> None:
+    def add(self, record: StepRecord) -> None:
         """Adds the record of a step."""
         if self._left_out < WARM_UP_STEPS:
             self._left_out += 1
@@ -169,10 +170,11 @@ def comparison(prediction: Prediction, measured: Facts, mesh: Mesh) -> list[str]
     """Compares prediction and measurement in sentences, after training; a stage counts with its fullest rank."""
     sentences = []
     if (took := measured["step_time_s"]) is not None and prediction.step is not None:
-        wait = measured["data_wait_s"]
+        wait, words = measured["data_wait_s"], format_rough_error if prediction.why_rough else format_error
+        error = words(prediction.step.seconds, took)
         waited = f", and waited {seconds(wait)} for data" if wait > LEAST_WAIT * took else ""
         sentences.append(
-            f"a step: predicted {_expected(prediction)}, measured {seconds(took)} ({_step_error(prediction, took)}; "
+            f"a step: predicted {_expected(prediction)}, measured {seconds(took)} ({error}; "
             f"median of {measured['steps']}{waited})"
         )
         if (beside := prediction.beside_published(took)) is not None:
@@ -210,15 +212,9 @@ def format_rough_error(predicted_s: float, measured_s: float) -> str:
 
 def _expected(prediction: Prediction) -> str:
     """The predicted step time: with one digit where it is rough."""
-    assert prediction.step is not None and prediction.machine is not None
+    assert prediction.step is not None
     time_s = prediction.step.seconds
     return f"roughly {about(time_s)}" if prediction.why_rough else seconds(time_s)
-
-
-def _step_error(prediction: Prediction, measured_s: float) -> str:
-    assert prediction.step is not None and prediction.machine is not None
-    words = format_rough_error if prediction.why_rough else format_error
-    return words(prediction.step.seconds, measured_s)
 
 
 def _mib(count: float) -> float:

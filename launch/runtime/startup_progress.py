@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Self
 
 from launch.runtime.logs import get_logger
 from launch.runtime.rank_environment import Rank
 from megalite.monitor.observer import Observer
+from megalite.monitor.records.step import StepRecord
 
 log = get_logger(__name__)
 SILENCE_S = 8.0  # longest silence of rank 0 from the start of its process to the end of the first step
@@ -51,7 +52,7 @@ class StartupProgress(Observer):
         """Notes that this rank waits for others; `sentence` says for whom, after SILENCE_S and then every `every_s`."""
         self._set(sentence, every_s, on_each_host)
 
-    def on_step(self, record: dict[str, Any]) -> None:
+    def on_step(self, record: StepRecord) -> None:
         self.close()
         while self.at_first_step:
             self.at_first_step.pop()()

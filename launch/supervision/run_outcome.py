@@ -14,7 +14,7 @@ from launch.errors import FAILED_CODE, HUNG_CODE, INTERRUPTED_CODE, PREEMPTED_CO
 from megalite.checkpoint.manifest import find_latest, read_manifest
 from megalite.monitor.events import EVENTS
 from megalite.monitor.line_files import LONGEST_LINE_BYTES, stream_lines
-from megalite.monitor.sinks.jsonl import METRICS, read_records
+from megalite.monitor.sinks.jsonl import METRICS, stream_records
 
 EXIT_CODES = {  # events that end a session -> exit code
     "ended": 0,
@@ -43,7 +43,7 @@ class RunFolder:
         try:
             newest, _ = find_latest(run_dir)
             manifest = read_manifest(newest) if newest else None
-            records = read_records(run_dir / METRICS, LONGEST_LINE_BYTES)[-1:]
+            records = list(stream_records(run_dir / METRICS, LONGEST_LINE_BYTES))[-1:]
             sessions, resumed_step, last_event = None, 0, None
             if (run_dir / EVENTS).is_file():
                 sessions = 0

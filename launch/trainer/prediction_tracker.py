@@ -29,6 +29,7 @@ from launch.runtime.logs import get_logger
 from launch.runtime.rank_environment import Rank
 from megalite.config import Config, ResolvedLayout
 from megalite.monitor.observer import Observer
+from megalite.monitor.records.step import StepRecord
 from megalite.parallel.mesh import Mesh
 from megalite.planner.cost import memory
 from megalite.planner.cost.shapes import recompute_of_blocks
@@ -53,7 +54,6 @@ LOCAL_SIZE = re.compile(r"(\d+)(\(x\d+\))?(,[\d,x()]+)?")  # Slurm has 8(x2),4 f
 PRINTED_AFTER_S = 0.25  # longest wait for the machine's description before the first step, which it delays
 MEASURED_AT_END_S = 5.0  # longest wait for it when a run of few steps is done
 RankMemory = dict[str, float]  # MiB
-BATCH = ("global_batch_size", "sequence_length")  # in the record of a step of a run with stages
 
 
 class MachineLookup:
@@ -99,7 +99,7 @@ class PredictionTracker(Observer):
         `lookup` is the description that rank 0 has already started.
         """
         self._config, self._layout = config, layout
-        self._prediction: Prediction | None = None
+        self.prediction: Prediction | None = None  # made at the start, on rank 0
         self._measurement = SessionMeasurement()
         self._ranks: Sequence[RankMemory | None] = []
         self.process_bytes = 0  # resident memory of this rank; 0 on a GPU, where tensors alone are measured
@@ -132,10 +132,9 @@ class PredictionTracker(Observer):
         machine, problem = None, "this machine has not been examined"
         if self.lookup is not None:
             machine, problem = self.lookup.found(at_most_s)
-        self._prediction = Prediction.of(
-            self._config, self._layout, machine, problem, self.process_bytes, self.allocator
-        )
-        return self._prediction
+        found = Prediction.of(self._config, self._layout, machine, problem, self.process_bytes, self.allocator)
+        self.prediction = found
+        return found
 
     def _predict_again(self, at_most_s: float) -> None:
         """Logs the step time that the run's start could not tell, if the machine has been measured by now."""
@@ -146,27 +145,22 @@ class PredictionTracker(Observer):
                 for sentence in prediction.sentences()[1:]:  # behind the one about memory, which was said
                     log.info(sentence)
 
-    @property
-    def prediction(self) -> Prediction | None:
-        """The prediction made at the start; None before, and on ranks other than 0."""
-        return self._prediction
-
-    def on_step(self, record: dict[str, Any]) -> None:
-        """Adds `model_flops_utilization` to the record, where the peak of the devices is known."""
+    def measure(self, record: StepRecord) -> StepRecord:
+        """Returns `model_flops_utilization`, where the peak of the devices is known."""
         self._follow_stages(record)
         if self.lookup is not None and self.lookup.is_done:
             self._predict_again(0.0)
-        if self._prediction is not None:
-            utilization = self._prediction.model_flops_utilization(record["step_time_s"])
-            if utilization is not None:
-                record["model_flops_utilization"] = round(utilization, 4)
         self._measurement.add(record)
+        used = None
+        if self.prediction is not None:
+            used = self.prediction.model_flops_utilization(record["step_time_s"])
+        return {} if used is None else {"model_flops_utilization": round(used, 4)}
 
-    def _follow_stages(self, record: dict[str, Any]) -> None:
+    def _follow_stages(self, record: StepRecord) -> None:
         """Predicts and measures anew where a stage of training has begun with this step."""
-        if self._prediction is None or not self._config.training.stages:
+        if self.prediction is None or not self._config.training.stages:
             return
-        batches, (sequences, length) = self._config.batches, (record[name] for name in BATCH)
+        batches, (sequences, length) = self._config.batches, (record["global_batch_size"], record["sequence_length"])
         shape = batches.stretches[0].shape  # a stage may have other micro-batches alone
         is_same = batches.shape_after(record["step"] - 1) == shape
         if is_same and (sequences, length) == (shape.global_batch_size, shape.sequence_length):
@@ -197,7 +191,7 @@ class PredictionTracker(Observer):
     def log_comparison(self, ranks: Sequence[RankMemory | None]) -> None:
         """Logs the prediction beside the measurement; `ranks` is the `memory` of each rank."""
         self._ranks = ranks
-        prediction, measured = self._prediction, self._measurement.facts(ranks)
+        prediction, measured = self.prediction, self._measurement.facts(ranks)
         if prediction is None:
             return
         for sentence in comparison(prediction, measured, Mesh.of(self._layout)):
@@ -212,7 +206,7 @@ class PredictionTracker(Observer):
 
     def facts(self) -> dict[str, Any]:
         """Returns the prediction and the measurement for receipt.json."""
-        prediction, measured = self._prediction, self._measurement.facts(self._ranks)
+        prediction, measured = self.prediction, self._measurement.facts(self._ranks)
         return {
             "prediction": prediction.facts() if prediction is not None else None,
             "measured": measured,

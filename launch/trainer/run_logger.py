@@ -21,6 +21,7 @@ from launch.trainer.start.run_folder import write_receipt, write_settings
 from megalite.checkpoint.fence import EVERY_S, fence
 from megalite.monitor.events import EVENTS, EventLog, read_events
 from megalite.monitor.observer import Nonfatal, Observer
+from megalite.monitor.records.step import StepRecord
 from megalite.units import plural
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class RunLogger(Observer):
             return self
         from megalite.engine.deepspeed.config import deepspeed_config
         from megalite.monitor.goodput import Goodput, format_steps_without_record
+        from megalite.monitor.prometheus.exporter import PrometheusExporter
         from megalite.monitor.sinks import open_sinks
 
         config, setup = self._config, self._setup
@@ -67,10 +69,13 @@ class RunLogger(Observer):
         process = {"host": socket.gethostname(), "process": os.getpid()}
         saved_at = setup.start.manifest.written_at if setup.start.manifest is not None else 0.0
         self._goodput = Goodput(config.run_dir, first_step, self.event, saved_at, **length, **process)
-        exporters = self._exporters()
+        exporters: list[Observer] = []
+        if (host := self._host_metrics) is not None:
+            with self._nonfatal(PrometheusExporter.name):
+                exporters = [PrometheusExporter(config, setup.layout, first_step, host, self._goodput, self._nonfatal)]
         sinks = open_sinks(config, first_step, self._nonfatal)
         page = [RunPageProcess(config.run_dir)] if config.monitor.report else []
-        training = setup.data.training  # observers that add to the records come first
+        training = setup.data.training  # the order in which fields stand in a record
         of_sources = [SourceProgress(training, config.total_steps)] if isinstance(training, MixedSamples) else []
         self._observers = [*self._others, *of_sources, self._goodput, self.prediction, *exporters, *sinks, *page]
         missing = format_steps_without_record(self._goodput.without_record)
@@ -84,20 +89,6 @@ class RunLogger(Observer):
         self._log_length(first_step)
         self._write_receipt()
         return self
-
-    def _exporters(self) -> list[Observer]:
-        """Returns what hands the run to Prometheus, where the config asks for it: one or none."""
-        from megalite.monitor.prometheus.exporter import PrometheusExporter
-
-        host, setup = self._host_metrics, self._setup
-        if host is not None:
-            with self._nonfatal(PrometheusExporter.name):
-                return [
-                    PrometheusExporter(
-                        setup.config, setup.layout, setup.start.step, host, self._goodput, self._nonfatal
-                    )
-                ]
-        return []
 
     def _log_length(self, step: int) -> None:
         """Logs how long all steps after `step` take, and warns if each of them takes very long, once that is known."""
@@ -141,7 +132,10 @@ class RunLogger(Observer):
     def on_start(self) -> None:
         self._for_each(lambda observer: observer.on_start())
 
-    def on_step(self, record: dict[str, Any]) -> None:
+    def on_step(self, record: StepRecord) -> None:
+        for observer in self._observers:
+            with self._nonfatal(observer.name):
+                record = record | observer.measure(record)
         self._for_each(lambda observer: observer.on_step(record))
         if self._is_rank_zero:
             self._log_length(record["step"])

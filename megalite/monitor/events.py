@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.config.loading.hidden_secrets import without_secrets
-from megalite.monitor.line_files import LineFile, read_lines
+from megalite.monitor.line_files import LineFile, stream_lines
 
 EVENTS = "events.jsonl"
 
@@ -28,4 +28,4 @@ class EventLog(LineFile):
 
 def read_events(path: Path, last_bytes: int | None = None) -> list[dict[str, Any]]:
     """Returns the events in the order of writing; `last_bytes` and what is skipped as in `stream_lines`."""
-    return [event for event in read_lines(path, last_bytes) if isinstance(event.get("event"), str)]
+    return [event for event in stream_lines(path, last_bytes) if isinstance(event.get("event"), str)]

@@ -26,7 +26,8 @@ from megalite.monitor.events import EVENTS, read_events
 from megalite.monitor.line_files import LONGEST_LINE_BYTES
 from megalite.monitor.observer import Observer
 from megalite.monitor.progress import duration
-from megalite.monitor.sinks.jsonl import METRICS, read_records, stream_records
+from megalite.monitor.records.step import StepRecord
+from megalite.monitor.sinks.jsonl import METRICS, stream_records
 from megalite.units import plural
 
 log = logging.getLogger(__name__)
@@ -76,7 +77,7 @@ class Goodput(Observer):
         events = read_events(run_dir / EVENTS)
         account = last_account(events, resumed_step)
         self._steps = _Steps(account, run_dir / METRICS)
-        newest = read_records(run_dir / METRICS, LONGEST_LINE_BYTES)[-1:]
+        newest = list(stream_records(run_dir / METRICS, LONGEST_LINE_BYTES))[-1:]
         past = PastSteps(events, resumed_step, account, _seconds(newest[0].get("step")) if newest else 0.0)
         for record in stream_records(run_dir / METRICS, after_step=past.after_step):
             past.add(record)
@@ -91,22 +92,20 @@ class Goodput(Observer):
         missing = {"without_record": self.without_record} if self.without_record else {}
         write("started", step=resumed_step, before_s=self._before_s, **restart, **missing, **facts)
 
-    def on_step(self, record: dict[str, Any]) -> None:
-        """Takes the record of a step that has just ended; adds `goodput`, the run's so far.
+    def measure(self, record: StepRecord) -> StepRecord:
+        """Takes the record of a step that has just ended; returns `goodput`, the run's so far.
 
         Reads `time` (when the step ended), `step_time_s`, `skipped` and the durations of what came after the step:
-        `evaluation_s`, `save_blocked_s`, `self_check_s`. Adds `session_s` too: the age of the process in seconds. All
-        of these must be in metrics.jsonl as well.
+        `evaluation_s`, `save_blocked_s`, `self_check_s`. Returns `session_s` too: the age of the process in seconds.
+        All of these must be in metrics.jsonl as well.
         """
-        record["session_s"] = round(self._session_s(), 3)
+        session_s = round(self._session_s(), 3)
         if self._startup_s is None:
             self._startup_s = _seconds(self._session_s() - sum(step_seconds(record).values()))
         lost_s, lost_steps = self._steps.add(record)
         if lost_steps:  # metrics.jsonl drops them now: the next session reads of them here
-            self._write(
-                "steps_lost", step=record["step"], session_s=record["session_s"], lost_s=lost_s, lost_steps=lost_steps
-            )
-        record["goodput"] = round(self.shares()["productive"], 4)
+            self._write("steps_lost", step=record["step"], session_s=session_s, lost_s=lost_s, lost_steps=lost_steps)
+        return {"session_s": session_s, "goodput": round(self.shares()["productive"], 4)}
 
     def account(self, step: int) -> dict[str, Any]:
         """Returns the seconds of all steps up to a recent one, for its `saved` event: from there a resume goes on."""
@@ -214,7 +213,7 @@ class PastSteps:
         if step > self._resumed_then:
             self._own_first = self._own_first or record
             self._own_s, self._own_last = self._own_s + seconds, record
-            ended = _seconds(record.get("time")) + _after_the_step_s(record)
+            ended = sum(_seconds(record.get(key)) for key in ("time", *AFTER_THE_STEP))
             if "session_s" not in record:
                 self._clocked = max(self._clocked, ended)
             elif "time" in record:
@@ -387,10 +386,6 @@ def _sessions(events: Sequence[Event]) -> list[list[Event]]:
         elif sessions:
             sessions[-1].append(event)
     return sessions
-
-
-def _after_the_step_s(record: Record) -> float:
-    return sum(_seconds(record.get(key)) for key in AFTER_THE_STEP)
 
 
 def _seconds(value: Any) -> float:

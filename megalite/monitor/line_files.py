@@ -174,11 +174,6 @@ def stream_blocks(
         yield block
 
 
-def read_lines(path: Path, last_bytes: int | None = None) -> list[dict[str, Any]]:
-    """Returns the objects of a file whose length is bounded, or of its last bytes; as `stream_lines`."""
-    return list(stream_lines(path, last_bytes))
-
-
 def step_of(line: bytes) -> float | None:
     """Returns the step of a line; None if it has none."""
     if (found := STEP_FIRST.match(line)) is not None:

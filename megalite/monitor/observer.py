@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from megalite.monitor.records.step import StepRecord
+
 if TYPE_CHECKING:
     from megalite.checkpoint.saver import Saved  # pulls in torch, which readers of metrics.jsonl do not need
     from megalite.monitor.steps.breakdown import StepBreakdown
@@ -28,8 +30,12 @@ class Observer:
     def on_start(self) -> None:
         """Is called before the first step."""
 
-    def on_step(self, record: dict[str, Any]) -> None:
-        """Takes the record of a step, as in metrics.jsonl; may add entries for the observers after it."""
+    def measure(self, record: StepRecord) -> StepRecord:
+        """Returns the fields that it adds to the record of a step, which has those of the observers before it."""
+        return {}
+
+    def on_step(self, record: StepRecord) -> None:
+        """Takes the record of a step, as in metrics.jsonl, when all have measured."""
 
     def on_breakdown(self, breakdown: StepBreakdown) -> None:
         """Takes what the last steps spent their time on, every `monitor.log_interval` steps; before `on_step`."""
@@ -82,16 +88,14 @@ class Nonfatal:
         except Exception as error:
             self._count(name, error)
 
-    def summary(self) -> dict[str, dict[str, int | str]]:
+    def summary(self) -> dict[str, dict[str, Any]]:
         """Returns the failures so far, for receipt.json."""
         with self._lock:
             return {name: {"count": count, "last": last} for name, (count, last) in sorted(self._failures.items())}
 
     def sentence(self) -> str:
         """Returns the failures so far as a sentence for the console; empty if there are none."""
-        with self._lock:
-            failures = sorted(self._failures.items())
-        failed = [f"{name} {_times(count)} (last: {last})" for name, (count, last) in failures]
+        failed = [f"{name} {_times(one['count'])} (last: {one['last']})" for name, one in self.summary().items()]
         return f"failed while training went on: {'; '.join(failed)}" if failed else ""
 
     def _count(self, name: str, error: Exception) -> None:

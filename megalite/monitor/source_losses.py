@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megalite.config import Config
+from megalite.monitor.records.step import StepRecord
 
 if TYPE_CHECKING:
     from megalite.engine.step_result import StepResult  # pulls in torch, which readers of metrics.jsonl do not need
@@ -31,10 +32,6 @@ class SourceLossMeans:
         """`sums` are those of the checkpoint from which the run goes on."""
         self._names = sorted(config.data.sources)  # the order in which micro-batches number them
         self._interval, self._total_steps = config.monitor.log_interval, config.total_steps
-        self.restore(sums)
-
-    def restore(self, sums: Sums) -> None:
-        """Goes on from what a checkpoint holds."""
         self._sums = {name: sums[name] for name in self._names if name in sums}
 
     def state(self) -> dict[str, tuple[float, int]]:
@@ -51,7 +48,7 @@ class SourceLossMeans:
                 loss_before, targets_before = self._sums.get(name, (0.0, 0))
                 self._sums[name] = loss_before + loss, targets_before + int(targets)
 
-    def record(self, step: int) -> dict[str, Any]:
+    def record(self, step: int) -> StepRecord:
         """Returns `source_losses` and `source_targets` for the record of a step that tells of them, and forgets them.
 
         A source without a valid target since the last entry has none in either.

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from megalite.config import Config
 from megalite.engine.batch_transfer import MicroBatch
@@ -16,6 +15,7 @@ from megalite.engine.engine import Engine
 from megalite.engine.step_result import StepResult
 from megalite.monitor.memory import peak_memory_mib
 from megalite.monitor.observer import Observer
+from megalite.monitor.records.step import StepRecord
 from megalite.monitor.source_losses import SourceLossMeans
 from megalite.monitor.steps.recorder import StepRecorder
 from megalite.resilience.guards import Action, Guard, Intervention
@@ -175,10 +175,11 @@ class _TrainingRun:
         record, state = self._read(begun)
         intervention = self._context.guard.after(state.step, begun.result, begun.micro_batches)
         if is_evaluated:
-            record |= _evaluate(self._engine, self._context.evaluation)
+            record = record | _evaluate(self._engine, self._context.evaluation)
         differing: list[Disagreement] = []
         if is_checked:
-            differing, record["self_check_s"] = self._self_check.run()
+            differing, seconds = self._self_check.run()
+            record = record | {"self_check_s": seconds}
         self._log(record, begun.result)
         if differing:
             raise TrainingStopped(explain(state.step, differing))
@@ -193,13 +194,13 @@ class _TrainingRun:
         self._resume_from(state)
         return True  # or a crash would go back there again and again
 
-    def _read(self, begun: _BegunStep) -> tuple[dict[str, Any], TrainState]:
+    def _read(self, begun: _BegunStep) -> tuple[StepRecord, TrainState]:
         """Reads a step's numbers; returns its record and the state after it."""
         numbers, shape = begun.result.readback.numbers, self._shapes.shape_after(begun.before.step)
         now = time.perf_counter()
         step_time_s, self._last_read = now - max(begun.began, self._last_read), now
         state = self._after(begun.before, skipped=not begun.result.taken)
-        record = {
+        record: StepRecord = {
             "step": state.step,
             "time": time.time(),
             "loss": numbers.loss,
@@ -216,7 +217,7 @@ class _TrainingRun:
             "skipped_steps": state.skipped_steps,
         }
         if self._config.training.stages:
-            record |= {"global_batch_size": shape.global_batch_size, "sequence_length": shape.sequence_length}
+            record = record | {"global_batch_size": shape.global_batch_size, "sequence_length": shape.sequence_length}
         return record, state
 
     def _after(self, before: TrainState, *, skipped: bool) -> TrainState:
@@ -228,14 +229,14 @@ class _TrainingRun:
         remembered = {"guard": self._context.guard.state(), "source_losses": self._source_losses.state()}
         return self._state.model_copy(update=remembered)
 
-    def _log(self, record: dict[str, Any], result: StepResult) -> None:
+    def _log(self, record: StepRecord, result: StepResult) -> None:
         observer, step = self._context.observer, record["step"]
         self._engine.activity.begin_phase(Phase.LOGGING)
         self._source_losses.add(result)
-        record |= self._source_losses.record(step)
-        record["save_blocked_s"] = self._context.checkpoints.collect()
+        saving = StepRecord(save_blocked_s=self._context.checkpoints.collect())
+        record = record | self._source_losses.record(step) | saving
         if (gathered := self._recorder.end_step(step, result, is_last=step == self._total_steps)) is not None:
-            record |= gathered.record()
+            record = record | gathered.record()
             observer.on_breakdown(gathered.breakdown)
             for change in gathered.changes:
                 observer.on_slow_rank(change)
@@ -261,7 +262,7 @@ class _TrainingRun:
         return bool(self._context.evaluation) and is_due
 
 
-def _evaluate(engine: Engine, sets: Sequence[EvaluationSet]) -> dict[str, Any]:
+def _evaluate(engine: Engine, sets: Sequence[EvaluationSet]) -> StepRecord:
     """Returns the loss of each set, and that of all: the mean over all targets."""
     started = time.perf_counter()
     losses = {one.name: float(engine.evaluate(one.micro_batches, one.count)) for one in sets}
@@ -269,7 +270,7 @@ def _evaluate(engine: Engine, sets: Sequence[EvaluationSet]) -> dict[str, Any]:
     loss = losses[sets[0].name]
     if len(sets) > 1:
         loss = sum(losses[one.name] * one.targets for one in sets) / max(1, targets)
-    named = {"evaluation_losses": losses} if all(losses) else {}
+    named: StepRecord = {"evaluation_losses": losses} if all(losses) else {}
     return {"evaluation_loss": loss, **named, "evaluation_s": time.perf_counter() - started}
 
 

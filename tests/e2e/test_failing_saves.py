@@ -18,7 +18,7 @@ import pytest
 from launch.errors import FAILED_CODE
 from megalite.checkpoint.manifest import read_manifest
 from megalite.checkpoint.writer import SPARE_BYTES
-from megalite.monitor.sinks.jsonl import read_records
+from megalite.monitor.sinks.jsonl import stream_records
 from tests.e2e.conftest import References
 from tests.helpers.audit import audit_against, complete, events, hidden, same_checkpoint
 from tests.helpers.commands import metrics
@@ -161,7 +161,7 @@ def test_a_disk_that_is_full_for_a_while_holds_up_nothing(
     run_dir = Path(config["run_dir"])
     disk(run_dir, f"size={SPARE_BYTES + 30 * CHECKPOINT_BYTES}")
     train(tmp_path / "session", config, fault=(full_disk, (str(run_dir), 5, 13)))
-    records, whole = read_records(run_dir / "metrics.jsonl"), metrics(references.of(config).run_dir)
+    records, whole = list(stream_records(run_dir / "metrics.jsonl")), metrics(references.of(config).run_dir)
     by_step = {record["step"]: record["loss"] for record in whole}
     assert all(record["loss"] == by_step[record["step"]] for record in records)
     assert {record["step"] for record in records} >= {1, 2, 3, 4, *range(14, STEPS + 1)}

@@ -19,7 +19,7 @@ import pytest
 from launch.errors import PREEMPTED_CODE, USER_ERROR_CODE
 from launch.runtime.local_ranks import free_port
 from megalite.monitor.events import EVENTS, read_events
-from megalite.monitor.sinks.jsonl import read_records
+from megalite.monitor.sinks.jsonl import stream_records
 from tests.conftest import write_config
 from tests.helpers.k8s_command_line import command, from_yaml
 
@@ -87,7 +87,7 @@ def test_a_pod_that_is_asked_to_end_takes_the_run_along_and_it_goes_on(
         with ExitStack() as stack:
             pods = [stack.enter_context(pod(manifest, tmp_path, index, port)) for index in range(2)]
             deadline = time.monotonic() + PATIENCE_S
-            while attempt == 0 and len(read_records(run_dir / "metrics.jsonl")) < 3:
+            while attempt == 0 and len(list(stream_records(run_dir / "metrics.jsonl"))) < 3:
                 assert time.monotonic() < deadline and all(each.poll() is None for each in pods), logs(tmp_path)
                 time.sleep(0.1)
             if attempt == 0:
@@ -98,7 +98,7 @@ def test_a_pod_that_is_asked_to_end_takes_the_run_along_and_it_goes_on(
     assert [name for name in events if name in ("started", "preempted", "ended")] == [
         *("started", "preempted", "started", "ended")
     ]
-    assert [record["step"] for record in read_records(run_dir / "metrics.jsonl")] == list(range(1, STEPS + 1))
+    assert [record["step"] for record in list(stream_records(run_dir / "metrics.jsonl"))] == list(range(1, STEPS + 1))
 
 
 def test_a_mistake_ends_a_pod_with_the_code_that_ends_the_run(

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from megalite.monitor.records.step import StepRecord
+
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 
@@ -38,8 +40,10 @@ def run(
 
 
 def metrics(run_dir: str | Path) -> list[dict[str, Any]]:
-    """The records of a run."""
-    return [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
+    """The records of a run, whose fields are all known by name and stand in their order."""
+    records = [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
+    assert all([*one] == [name for name in StepRecord.__annotations__ if name in one] for one in records)
+    return records
 
 
 def command_line(

@@ -24,14 +24,9 @@ from launch.pages.curves import Chart, Column, Curves, Series, chart_elements, c
 from launch.pages.sections import PageSection, keys, number_table
 from launch.pages.skeleton import render_page
 from launch.pages.svg import element
+from megalite.monitor.records.step import CURVES
 from megalite.monitor.steps.parts import PARTS
 
-OVER_STEPS = (  # column, title, unit, is logarithmic
-    ("grad_norm", "Gradient norm", "before clipping", True),
-    ("learning_rate", "Learning rate", "per step", False),
-    ("tokens_per_second", "Speed", "tokens/s", False),
-    ("step_time_s", "Step time", "seconds", False),
-)
 SMALLEST = 1e-9  # relative difference that a logarithmic axis shows; none at all is drawn as this
 
 
@@ -95,14 +90,15 @@ def _groups(comparison: Comparison) -> Iterator[Curves]:
     charts.append(Chart("step-difference", "Difference of the losses", "relative", differences, is_logarithmic=True))
     if any(run.history.has("evaluation_loss") for run in runs):
         charts.append(_held_out_chart(runs))
-    for name, title, unit, is_logarithmic in OVER_STEPS:
+    for name, curve in CURVES.items():
         lines = [
             Series(run.name, run.history.steps, run.history.column(name), place)
             for place, run in enumerate(runs)
-            if run.history.has(name)
+            if curve.is_compared and run.history.has(name)
         ]
         if lines:
-            charts.append(Chart(f"step-{name.replace('_', '-')}", title, unit, lines, is_logarithmic))
+            id_ = f"step-{name.replace('_', '-')}"
+            charts.append(Chart(id_, curve.title, curve.unit, lines, curve.is_logarithmic))
     yield Curves("by-step", "step", charts)
     yield Curves(
         "by-tokens", "tokens", [_loss_chart("tokens", runs, [run.history.column("tokens_seen") for run in runs])]

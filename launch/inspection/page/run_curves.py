@@ -11,17 +11,10 @@ from launch.inspection.history import RunHistory
 from launch.pages.curves import MARKS, Chart, Curves, Mark, Series, chart_elements, curves_table, time_unit
 from launch.pages.sections import PageSection, keys
 from launch.pages.svg import element
+from megalite.monitor.records.step import CURVES
 
 SMOOTHED = 50  # the smoothed loss is the mean over the run's steps divided by this
 EVENT_KINDS = {"saved": "save", "started": "restart", "slow_rank": "slow"}
-OWN_CHARTS = (  # column, title, unit, is logarithmic, place of its colour
-    ("grad_norm", "Gradient norm", "before clipping", True, 4),
-    ("learning_rate", "Learning rate", "per step", False, 2),
-    ("tokens_per_second", "Speed", "tokens/s", False, 0),
-    ("step_time_s", "Step time", "seconds", False, 1),
-    ("goodput", "Goodput", "share of the run's time", False, 2),
-    ("memory_peak_mib", "Peak memory of rank 0", "MiB", False, 6),
-)
 
 
 def curves_of(history: RunHistory) -> Curves:
@@ -30,10 +23,11 @@ def curves_of(history: RunHistory) -> Curves:
     charts = [_loss(history)]
     if (by_source := _loss_by_source(history)) is not None:
         charts.append(by_source)
-    for name, title, unit, is_logarithmic, colour in OWN_CHARTS:
+    for name, curve in CURVES.items():
         if history.has(name):
-            line = Series(title.lower(), steps, history.column(name), colour, has_band=name not in ("learning_rate",))
-            charts.append(Chart(f"chart-{name.replace('_', '-')}", title, unit, [line], is_logarithmic))
+            line = Series(curve.title.lower(), steps, history.column(name), curve.colour, has_band=curve.has_band)
+            id_ = f"chart-{name.replace('_', '-')}"
+            charts.append(Chart(id_, curve.title, curve.unit, [line], curve.is_logarithmic))
     marks = sorted(_marks(history), key=lambda mark: mark.x)
     return Curves("run", "step", charts, marks, dict(_axes(history)))
 

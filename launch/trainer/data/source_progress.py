@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from data_pipeline.samples.mix import MixedSamples
 from launch.runtime.logs import get_logger
 from megalite.monitor.observer import Observer
+from megalite.monitor.records.step import StepRecord
 from megalite.monitor.source_losses import MOST_SOURCES, is_told
 
 log = get_logger(__name__)
@@ -19,16 +18,15 @@ class SourceProgress(Observer):
         self._samples, self._total_steps = samples, total_steps
         self._losses: dict[str, float] = {}  # the last of each source
 
-    def on_step(self, record: dict[str, Any]) -> None:
+    def measure(self, record: StepRecord) -> StepRecord:
         samples, step = self._samples, record["step"]
         self._losses |= record.get("source_losses", {})
         if not is_told(len(samples.sources), step, self._total_steps):
-            return
+            return {}
         taken = dict(zip(samples.mix.names, samples.mix.counts(record["samples"][1]), strict=True))
-        record["source_epochs"] = {
-            name: round(count / samples.sources[name].samples_per_epoch, 6) for name, count in taken.items()
-        }
-        record["source_tokens"] = {name: count * samples.sequence_length for name, count in taken.items()}
+        epochs = {name: round(count / samples.sources[name].samples_per_epoch, 6) for name, count in taken.items()}
+        tokens = {name: count * samples.sequence_length for name, count in taken.items()}
+        return {"source_epochs": epochs, "source_tokens": tokens}
 
     def on_end(self, ending: str, *, save_blocked_s: float = 0.0) -> None:
         """Logs the last training loss of each source."""

@@ -23,6 +23,7 @@ from megalite.monitor.prometheus.endpoint import TARGETS, Rendering, TextfileWri
 from megalite.monitor.prometheus.families import OF_GPUS, OF_THE_RUN, Labels, Series, Values, rendered
 from megalite.monitor.prometheus.host import HostMetrics
 from megalite.monitor.prometheus.totals import SHOWN, RunTotals, keep_shown
+from megalite.monitor.records.step import StepRecord
 from megalite.monitor.source_losses import MOST_SOURCES
 from megalite.monitor.steps.breakdown import StepBreakdown
 from megalite.monitor.steps.slow_ranks import WINDOW, relative_speeds
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
     from megalite.checkpoint.saver import Saved
-
-RUN_INFO = "megalite_run_info"
 
 
 @dataclass(frozen=True)
@@ -63,19 +62,23 @@ class PrometheusExporter(Observer):
         shape = config.batches.shape_after(resumed_step)
         self._totals = RunTotals.of_run(config.run_dir, resumed_step, shape.tokens, shape.samples)
         self._goodput, self._nonfatal = goodput, nonfatal
-        self._info = {RUN_INFO: {_facts(config, layout): 1.0}}
+        sizes = f"tp{layout.tensor_parallel_size} pp{layout.pipeline_parallel_size} dp{layout.data_parallel_size}"
+        facts = (own_version(), sizes, config.model.model_type, config.precision.dtype, str(layout.zero_stage))
+        self._info: Values = {"megalite_run_info": {facts: 1.0}}
         self._recent: deque[StepBreakdown] = deque()
         self._snapshot = Snapshot(self._totals.values(), ())
         self._lock, self._shown, self._has_ended = threading.Lock(), self._snapshot, False
-        host.registry.register(Rendering(self._render, nonfatal))
+        host.registry.register(Rendering(lambda: self._rendered({}), nonfatal))
         self._textfile: TextfileWriter | None = None
         if (folder := config.monitor.prometheus.textfile) is not None:
             self._textfile = TextfileWriter(folder, config.run_dir, self._render_for_textfile, nonfatal)
 
-    def on_step(self, record: dict[str, Any]) -> None:
-        """Counts a step; adds `gpu_utilization` and `gpu_power_w` of rank 0's host, where its GPUs are read."""
-        if self._host.gpus is not None:
-            record |= self._host.gpus.record()
+    def measure(self, record: StepRecord) -> StepRecord:
+        """Returns `gpu_utilization` and `gpu_power_w` of rank 0's host, where its GPUs are read."""
+        return self._host.gpus.record() if self._host.gpus is not None else {}
+
+    def on_step(self, record: StepRecord) -> None:
+        """Counts a step."""
         self._totals.add_record(record)
         if len(self._config.data.sources) <= MOST_SOURCES:
             self._totals.add_source_losses(record.get("source_losses", {}))
@@ -115,9 +118,6 @@ class PrometheusExporter(Observer):
             with suppress(OSError):
                 (self._config.run_dir / TARGETS).unlink(missing_ok=True)
 
-    def _render(self) -> Iterator[Metric]:
-        return self._rendered({})
-
     def _render_for_textfile(self) -> Iterator[Metric]:
         common = {"run": label_of(self._config.run_dir)}
         yield from self._rendered(common)
@@ -143,22 +143,15 @@ class PrometheusExporter(Observer):
                 self._shown = snapshot
 
 
-def _facts(config: Config, layout: ResolvedLayout) -> tuple[str, ...]:
-    sizes = (layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.data_parallel_size)
-    in_words = " ".join(f"{name}{size}" for name, size in zip(("tp", "pp", "dp"), sizes, strict=True))
-    return own_version(), in_words, config.model.model_type, config.precision.dtype, str(layout.zero_stage)
-
-
 def _of_ranks(breakdowns: tuple[StepBreakdown, ...]) -> dict[str, Series]:
     """Returns the series of each rank; one that has recorded no work, or is alone in its stage, has no speed."""
-    ranks = breakdowns[-1].ranks
-    labels = [
-        (str(rank), str(stage), host) for rank, (stage, host) in enumerate(zip(ranks.stages, ranks.hosts, strict=True))
-    ]
+    last = breakdowns[-1]
+    ranks = enumerate(zip(last.stage_of_ranks, last.host_of_ranks, strict=True))
+    labels = [(str(rank), str(stage), host) for rank, (stage, host) in ranks]
     own = np.sum([seconds for one in breakdowns for seconds in one.own_s.values()], axis=0)
     return {
-        "megalite_memory_peak_bytes": {key: mib * MIB for key, mib in zip(labels, ranks.memory_peak_mib, strict=True)},
+        "megalite_memory_peak_bytes": {key: mib * MIB for key, mib in zip(labels, last.memory_peak_mib, strict=True)},
         "megalite_rank_relative_speed_ratio": {
-            labels[rank]: speed for rank, speed in relative_speeds(own, ranks.stages).items()
+            labels[rank]: speed for rank, speed in relative_speeds(own, last.stage_of_ranks).items()
         },
     }

@@ -6,8 +6,9 @@ In: series by name, from `RunTotals` and `GpuSampler`. Out: families of promethe
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
+
+from megalite.monitor.records.step import GAUGES, MetricFamily
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
@@ -15,16 +16,6 @@ if TYPE_CHECKING:
 Labels = tuple[str, ...]
 Series = Mapping[Labels, float]
 Values = Mapping[str, Series]  # by the name of the family; of a histogram, counts by upper bound
-
-
-@dataclass(frozen=True)
-class MetricFamily:
-    """One metric."""
-
-    name: str
-    kind: Literal["counter", "gauge", "histogram"]
-    help: str
-    labels: tuple[str, ...] = ()
 
 
 STEP_SECONDS_SUM = "megalite_step_seconds_sum"  # the sum of the histogram, beside its counts
@@ -41,12 +32,8 @@ OF_THE_RUN = (
     MetricFamily(
         "megalite_run_info", "gauge", "Facts of the run.", ("version", "layout", "model", "dtype", "zero_stage")
     ),
-    MetricFamily("megalite_step", "gauge", "Number of the last step."),
-    MetricFamily("megalite_loss_nats", "gauge", "Training loss of the last step, mean over valid tokens."),
-    MetricFamily("megalite_evaluation_loss_nats", "gauge", "Loss of the last evaluation on held-out data."),
+    *GAUGES.values(),
     MetricFamily("megalite_source_loss_nats", "gauge", "Last training loss of a source of the data.", ("source",)),
-    MetricFamily("megalite_gradient_norm", "gauge", "Norm of all gradients of the last step, before clipping."),
-    MetricFamily("megalite_learning_rate", "gauge", "Learning rate of the last step."),
     MetricFamily("megalite_tokens_total", "counter", "Tokens of all steps done, also of those lost later."),
     MetricFamily("megalite_samples_total", "counter", "Samples of all steps done, also of those lost later."),
     MetricFamily(
@@ -84,17 +71,12 @@ OF_THE_RUN = (
         _COMMUNICATION,
     ),
     MetricFamily(
-        "megalite_model_flops_utilization_ratio", "gauge", "Model FLOP/s over the peak of the devices, last step."
-    ),
-    MetricFamily("megalite_goodput_ratio", "gauge", "Share of the run's wall time that went into steps that count."),
-    MetricFamily(
         "megalite_run_seconds_total", "counter", "Wall time of the run by category of goodput.", ("category",)
     ),
     MetricFamily("megalite_checkpoint_saves_total", "counter", "Saves of checkpoints by result.", ("result",)),
     MetricFamily("megalite_checkpoint_blocked_seconds_total", "counter", "Time in which training waited for saves."),
     MetricFamily("megalite_checkpoint_last_timestamp_seconds", "gauge", "When the last checkpoint was complete."),
     MetricFamily("megalite_checkpoint_interval_seconds", "gauge", "Median time between the last checkpoints."),
-    MetricFamily("megalite_last_step_timestamp_seconds", "gauge", "When the last step ended."),
     MetricFamily("megalite_interventions_total", "counter", "Interventions of guards.", ("action",)),
     MetricFamily("megalite_monitor_failures_total", "counter", "Failures of monitoring, by what failed.", ("what",)),
     MetricFamily("megalite_memory_peak_bytes", "gauge", "Peak memory of a rank so far.", _RANK),

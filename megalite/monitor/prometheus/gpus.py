@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from megalite.monitor.prometheus.families import DIRECTIONS, OF_GPUS, Labels, Series, Values
+from megalite.monitor.records.step import StepRecord
 
 EVERY_S = 5.0
 DCGM = "http://127.0.0.1:9400/metrics"
@@ -64,13 +65,14 @@ class GpuSampler:
         """Returns the last readings."""
         return self._series
 
-    def record(self) -> dict[str, float]:
+    def record(self) -> StepRecord:
         """Returns what a step's record has of these GPUs: the mean of their utilisation, and of their power in W."""
-        found = {
-            "gpu_utilization": self._series.get("megalite_gpu_utilization_ratio"),
-            "gpu_power_w": self._series.get("megalite_gpu_power_watts"),
-        }
-        return {name: round(fmean(series.values()), 4) for name, series in found.items() if series}
+        found: StepRecord = {}
+        if used := self._series.get("megalite_gpu_utilization_ratio"):
+            found["gpu_utilization"] = round(fmean(used.values()), 4)
+        if power := self._series.get("megalite_gpu_power_watts"):
+            found["gpu_power_w"] = round(fmean(power.values()), 4)
+        return found
 
     def _run(self) -> None:
         try:

@@ -28,7 +28,8 @@ class HostMetrics:
 
         options, self.registry = config.monitor.prometheus, CollectorRegistry()
         self.gpus: GpuSampler | None = None
-        if _has_gpus(options.gpus):
+        can_read = torch.cuda.is_available() and importlib.util.find_spec("pynvml") is not None
+        if options.gpus is True or (options.gpus == "auto" and can_read and not dcgm_answers()):
             import pynvml
 
             self.gpus = GpuSampler(pynvml, tell)
@@ -73,10 +74,3 @@ def open_host_metrics(config: Config, nonfatal: Nonfatal, tell: Callable[[str], 
                 "monitor.prometheus.host to 0.0.0.0, on a network that you trust"
             )
     return opened
-
-
-def _has_gpus(option: bool | str) -> bool:
-    """Returns whether this host's GPUs are to be read."""
-    if option != "auto":
-        return bool(option)
-    return torch.cuda.is_available() and importlib.util.find_spec("pynvml") is not None and not dcgm_answers()

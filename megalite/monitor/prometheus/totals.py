@@ -36,6 +36,7 @@ from megalite.monitor.prometheus.families import (
     Values,
     bucket_of,
 )
+from megalite.monitor.records.step import GAUGES
 from megalite.monitor.sinks.jsonl import METRICS, stream_records
 from megalite.monitor.sinks.steps import STEPS
 
@@ -46,16 +47,6 @@ OF_EVENTS = {"megalite_checkpoint_saves_total", "megalite_interventions_total"} 
 REMEMBERED_SAVES = 20
 LARGEST = 1e18  # of a number that is believed
 ACTIONS = ("skip", "rollback", "stop")  # of guards
-GAUGES = {  # of a record
-    "step": "megalite_step",
-    "loss": "megalite_loss_nats",
-    "grad_norm": "megalite_gradient_norm",
-    "learning_rate": "megalite_learning_rate",
-    "evaluation_loss": "megalite_evaluation_loss_nats",
-    "model_flops_utilization": "megalite_model_flops_utilization_ratio",
-    "goodput": "megalite_goodput_ratio",
-    "time": "megalite_last_step_timestamp_seconds",
-}
 _Stored = TypeAdapter(dict[str, list[tuple[tuple[str, ...], FiniteFloat]]])
 
 
@@ -93,7 +84,8 @@ class RunTotals:
         for event in events:
             totals._count_event(event, is_new=_number(event.get("time")) > when)
         later = [event for event in events if counted and _number(event.get("time")) > when]
-        back = [_number(event.get("to_step", event.get("step"))) for event in later if _goes_back(event)]
+        returns = [event for event in later if event["event"] in ("started", "rolled_back")]
+        back = [_number(event.get("to_step", event.get("step"))) for event in returns]
         on_record, beyond = 0, 0
         for record in stream_records(run_dir / METRICS, after_step=min([last, *back])):
             step = _number(record.get("step"))
@@ -130,10 +122,8 @@ class RunTotals:
         self._last_step = step
         self._count_step(record)
         self._have_counted()
-        for key, name in GAUGES.items():
-            if key in record:
-                value = record[key]
-                self._values[name] = {(): math.nan if value is None else float(value)}
+        for key in GAUGES.keys() & record.keys():
+            self._values[GAUGES[key].name] = {(): math.nan if record[key] is None else float(record[key])}
 
     def add_source_losses(self, losses: Mapping[str, float | None]) -> None:
         """Takes the last training loss of each source that has one."""
@@ -146,8 +136,8 @@ class RunTotals:
         parts: dict[Labels, float] = {}
         idle: dict[Labels, float] = {}
         communication: dict[str, dict[Labels, float]] = {"seconds": {}, "bytes": {}, "calls": {}}
-        steps, stages = _number(line.get("steps")), line.get("stages")
-        for stage in stages if isinstance(stages, list) else []:
+        steps = _number(line.get("steps"))
+        for stage in line["stages"]:
             number = str(int(_number(stage.get("stage"))))
             parts |= {(number, part): steps * _number(value) for part, value in stage.get("mean_s", {}).items()}
             if stage.get("idle_ratio") is not None:
@@ -221,10 +211,6 @@ class RunTotals:
     def _add(self, name: str, amounts: Series) -> None:
         old = self._values.get(name, {})
         self._values[name] = {**old, **{key: old.get(key, 0.0) + amount for key, amount in amounts.items()}}
-
-
-def _goes_back(event: Mapping[str, Any]) -> bool:
-    return event["event"] in ("started", "rolled_back")
 
 
 def _dropped_since(later: Sequence[Mapping[str, Any]], last: float, beyond: int) -> float:

@@ -15,6 +15,7 @@ from megalite.config import Config
 from megalite.config.batch_stages import BatchSchedule
 from megalite.monitor.observer import Observer
 from megalite.monitor.progress import RECENT_STEPS, clock, seconds_left
+from megalite.monitor.records.step import StepRecord
 from megalite.units import MIB, count, digits, gib, plural
 
 BAR_COLUMNS = 16  # the numbers need the room
@@ -56,7 +57,7 @@ class ConsoleSink(Observer):
     def on_start(self) -> None:
         self._print_date(time.localtime())
 
-    def on_step(self, record: dict[str, Any]) -> None:
+    def on_step(self, record: StepRecord) -> None:
         step = record["step"]
         self._recent_s.append(record["step_time_s"])
         if record["skipped"]:

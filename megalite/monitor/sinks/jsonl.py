@@ -12,6 +12,7 @@ from typing import Any
 from megalite.config import Config
 from megalite.monitor.line_files import LineFile, stream_lines
 from megalite.monitor.observer import Observer
+from megalite.monitor.records.step import StepRecord
 
 METRICS = "metrics.jsonl"
 
@@ -28,13 +29,14 @@ class JsonLinesSink(Observer):
         self._file, self._last_step = LineFile(path), resumed_step
         self._file.cut_after(resumed_step)
 
-    def on_step(self, record: dict[str, Any]) -> None:
-        step, is_again = record["step"], record["step"] <= self._last_step
+    def on_step(self, record: StepRecord | dict[str, Any]) -> None:
+        step: int = record["step"]
+        is_again = step <= self._last_step
         self._last_step = step
         if is_again:
             with suppress(OSError):  # it is tried again, and reported, by `append`
                 self._file.cut_after(step - 1)
-        self._file.append(_line(record))
+        self._file.append(json.dumps(_finite(record)) + "\n")
 
     def sync(self) -> None:
         self._file.sync()
@@ -58,15 +60,6 @@ def is_record(value: Mapping[str, Any]) -> bool:
     step, loss = value.get("step"), value.get("loss")
     is_step = isinstance(step, int | float) and not isinstance(step, bool) and step >= 1 and step == step // 1
     return is_step and (loss is None or isinstance(loss, int | float))
-
-
-def read_records(path: Path, last_bytes: int | None = None) -> list[dict[str, Any]]:
-    """Returns the records of a run, which may be a million, or those in the last bytes of the file."""
-    return list(stream_records(path, last_bytes))
-
-
-def _line(record: dict[str, Any]) -> str:
-    return json.dumps(_finite(record)) + "\n"
 
 
 def _finite(value: Any) -> Any:

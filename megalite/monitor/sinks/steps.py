@@ -35,7 +35,7 @@ class StepsSink(Observer):
     def on_breakdown(self, breakdown: StepBreakdown) -> None:
         for part, seconds in breakdown.parts_s.items():
             self._seconds[part] += breakdown.steps * seconds
-        self._ranks = len(breakdown.ranks.stages)
+        self._ranks = len(breakdown.stage_of_ranks)
         if (shape := self._batches.shape_after(breakdown.step - 1)) != self._shape:
             self._idle, self._shape = {}, shape
         for stage in breakdown.stages:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from megalite.config import Config
-from megalite.monitor.flat_records import flat_numbers
 from megalite.monitor.observer import Observer
+from megalite.monitor.records.step import StepRecord, flat_numbers
 
 FOLDER = "tensorboard"
 WRITTEN_S = 10  # between two writes to disk
@@ -31,7 +30,7 @@ class TensorBoardSink(Observer):
         self._writer = SummaryWriter(str(self._folder), purge_step=step + 1, flush_secs=WRITTEN_S)
         self._last_step = step
 
-    def on_step(self, record: dict[str, Any]) -> None:
+    def on_step(self, record: StepRecord) -> None:
         step = record["step"]
         if step <= self._last_step:
             self._writer.close()

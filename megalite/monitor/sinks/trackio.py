@@ -7,9 +7,9 @@ from typing import Any
 
 from megalite.config import Config
 from megalite.config.tracking import TrackioConfig
-from megalite.monitor.flat_records import flat_numbers
 from megalite.monitor.kept_run import KeptRun
 from megalite.monitor.observer import Observer
+from megalite.monitor.records.step import StepRecord, flat_numbers
 
 
 class TrackioSink(Observer):
@@ -35,7 +35,7 @@ class TrackioSink(Observer):
         )
         kept.keep(self._run.name)
 
-    def on_step(self, record: dict[str, Any]) -> None:
+    def on_step(self, record: StepRecord) -> None:
         self._run.log(flat_numbers(record), step=record["step"])
 
     def close(self) -> None:

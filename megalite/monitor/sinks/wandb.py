@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 from megalite.config import Config
 from megalite.config.tracking import WandbConfig
-from megalite.monitor.flat_records import flat_numbers
 from megalite.monitor.kept_run import KeptRun
 from megalite.monitor.observer import Observer
+from megalite.monitor.records.step import StepRecord, flat_numbers
 
 log = logging.getLogger(__name__)
 LONGEST_GROUP = 128  # letters, by wandb's rule
@@ -64,7 +64,7 @@ class WandbSink(Observer):
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
-    def on_step(self, record: dict[str, Any]) -> None:
+    def on_step(self, record: StepRecord) -> None:
         self._run.log(flat_numbers(record) | {"step": record["step"]})
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from megalite.monitor.records.step import StepRecord
 from megalite.monitor.steps.parts import OWN_WORK, PARTS, communication_share
 
 KINDS = (
@@ -57,15 +58,6 @@ class StageBreakdown:
 
 
 @dataclass(frozen=True)
-class RanksOfRun:
-    """The ranks of a run; each sequence has an entry for each rank."""
-
-    stages: Sequence[int]
-    hosts: Sequence[str]
-    memory_peak_mib: Sequence[float]  # so far
-
-
-@dataclass(frozen=True)
 class StepBreakdown:
     """Seconds are per step, the mean over `steps` steps."""
 
@@ -75,7 +67,9 @@ class StepBreakdown:
     parts_s: Mapping[str, float]  # mean over ranks
     stages: tuple[StageBreakdown, ...]
     own_s: Mapping[str, Sequence[float]]  # by part of OWN_WORK and rank, of all these steps together
-    ranks: RanksOfRun
+    stage_of_ranks: Sequence[int]  # each of these has an entry for each rank
+    host_of_ranks: Sequence[str]
+    memory_peak_mib: Sequence[float]  # so far
 
     @classmethod
     def of(
@@ -108,40 +102,28 @@ class StepBreakdown:
             _by_part(parts.mean(axis=0)),
             tuple(of_stages),
             {part: rows[:, COLUMN[part]].tolist() for part in OWN_WORK},
-            RanksOfRun(stages, hosts or [""] * len(stages), rows[:, COLUMN["memory_peak_mib"]].tolist()),
+            stages,
+            hosts or [""] * len(stages),
+            rows[:, COLUMN["memory_peak_mib"]].tolist(),
         )
 
-    @property
-    def communication_share(self) -> float:
-        return communication_share(dict(self.parts_s))
-
-    def record(self) -> dict[str, Any]:
+    def record(self) -> StepRecord:
         """Returns what it adds to the record of its step in metrics.jsonl."""
         return {
             "wall_s": round(self.wall_s, 9),
             "parts_s": {name: round(value, 9) for name, value in self.parts_s.items()},
-            "communication_share": round(self.communication_share, 6),
+            "communication_share": round(communication_share(dict(self.parts_s)), 6),
         }
 
     def line(self) -> dict[str, Any]:
         """Returns its entry in steps.jsonl."""
         stages = [
-            {
-                "stage": stage.stage,
+            vars(stage)
+            | {
                 "mean_s": _rounded(stage.mean_s),
                 "max_s": _rounded(stage.max_s),
                 "idle_ratio": None if stage.idle_ratio is None else round(stage.idle_ratio, 6),
-                "slowest_rank": stage.slowest_rank,
-                "communication": [
-                    {
-                        "axis": one.axis,
-                        "operation": one.operation,
-                        "calls": one.calls,
-                        "bytes": one.bytes,
-                        "seconds": round(one.seconds, 6),
-                    }
-                    for one in stage.communication
-                ],
+                "communication": [vars(one) | {"seconds": round(one.seconds, 6)} for one in stage.communication],
             }
             for stage in self.stages
         ]

@@ -92,7 +92,8 @@ def parts_of(spans: Iterable[TimedNote], collectives: Sequence[Collective], wait
                 inside = min(collective.seconds, span.end - collective.began, own)  # streams may overlap
                 own -= inside
                 seconds[part] -= inside
-                seconds[part_of_collective(collective)] += inside
+                of_data = "weights_sync" if collective.operation in FROM_OWNERS else "gradient_sync"
+                seconds[of_data if collective.axis == "data" else OF_AXIS[collective.axis]] += inside
     waited = min(waited, seconds["pipeline_transfer"])
     seconds["pipeline_transfer"] -= waited
     seconds["pipeline_wait"] += waited
@@ -107,13 +108,6 @@ def part_of(span: TimedNote) -> str:
     if note.phase is Phase.LOGGING and note.operation is Operation.MEET:
         return "meeting"
     return OF_PHASE[note.phase]
-
-
-def part_of_collective(collective: Collective) -> str:
-    """Returns the part of a collective, or of the begin of a message, within computation."""
-    if collective.axis == "data":
-        return "weights_sync" if collective.operation in FROM_OWNERS else "gradient_sync"
-    return OF_AXIS[collective.axis]
 
 
 def communication_share(seconds: dict[str, float]) -> float:

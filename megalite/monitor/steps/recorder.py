@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from megalite.engine.step_result import StepResult
 from megalite.monitor.expert_usage import ExpertUsage, Usage
 from megalite.monitor.memory import peak_memory_mib
 from megalite.monitor.observer import Nonfatal
+from megalite.monitor.records.step import StepRecord
 from megalite.monitor.steps.breakdown import COLUMN, KINDS, POSITION, ROW, StepBreakdown
 from megalite.monitor.steps.communication_meter import CommunicationMeter
 from megalite.monitor.steps.gathering import MEETINGS, Gathering
@@ -53,9 +54,9 @@ class Gathered(NamedTuple):
     changes: list[SlowRank]  # ranks that have become slow, or are so no longer
     experts: Usage
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> StepRecord:
         """Returns what it adds to the record of its step in metrics.jsonl."""
-        return self.breakdown.record() | ({"experts": self.experts} if self.experts else {})
+        return self.breakdown.record() | (StepRecord(experts=self.experts) if self.experts else {})
 
 
 class StepRecorder:

@@ -74,12 +74,10 @@ def test_the_record_of_a_step_gets_it(config: Config) -> None:
     tracker = PredictionTracker(config, resolve_layout(config, 8, "cuda"), Rank(1, 1, 8), "cuda")
     record = {"step_time_s": 1.0, "data_wait_s": 0.0}
     tracker.on_start()
-    tracker.on_step(record)
-    assert "model_flops_utilization" not in record
+    assert tracker.measure(record) == {}
     tracker.lookup = MachineLookup(machine)
     tracker.on_start()
-    tracker.on_step(record)
-    assert 0 < record["model_flops_utilization"] < 1
+    assert 0 < tracker.measure(record)["model_flops_utilization"] < 1
 
 
 def test_a_stage_of_other_micro_batches_alone_has_a_prediction_of_its_own(config: Config) -> None:
@@ -98,7 +96,7 @@ def test_a_stage_of_other_micro_batches_alone_has_a_prediction_of_its_own(config
         tokens = step * training.global_batch_size * training.sequence_length
         record = {"step": step, "tokens_seen": tokens, "step_time_s": 1.0, "data_wait_s": 0.0}
         record |= {"global_batch_size": training.global_batch_size, "sequence_length": training.sequence_length}
-        tracker.on_step(record)
+        record |= tracker.measure(record)
         assert tracker.prediction is not None and tracker.prediction.step is not None
         known.append(tracker.prediction.step.seconds)
     steps = [Prediction.of(one, layout, machine()).step for one in both.in_each_stage()]
@@ -123,7 +121,7 @@ def test_a_stage_of_training_has_a_prediction_of_its_own(config: Config) -> None
         tokens = (min(step, 10) * 32 * 2048) + max(0, step - 10) * 64 * 4096
         record = {"step": step, "global_batch_size": size, "sequence_length": length, "tokens_seen": tokens}
         record |= {"step_time_s": 1.0, "data_wait_s": 0.0}
-        tracker.on_step(record)
+        record |= tracker.measure(record)
         assert tracker.prediction is not None and tracker.prediction.step is not None
         known.append((tracker.prediction.step.seconds, record["model_flops_utilization"]))
         if step == 20:

@@ -329,14 +329,14 @@ def test_nobody_waits_for_a_look_at_the_machine(
     own = PredictionTracker(config, layout, Rank(0, 0, 2), "cpu")
     began = time.monotonic()
     own.on_start()
-    own.on_step({"step_time_s": 1.0, "data_wait_s": 0.0})
+    own.measure({"step_time_s": 1.0, "data_wait_s": 0.0})
     assert time.monotonic() - began < 20
     assert run_log.messages[-1] == "predicted: no step time, because this machine is still being measured"
     measured.set()
     assert own.lookup is not None and own.lookup.found(10) == (None, "it has taken too long")
     said = len(run_log.messages)
     for _ in range(2):
-        own.on_step({"step_time_s": 1.0, "data_wait_s": 0.0})
+        own.measure({"step_time_s": 1.0, "data_wait_s": 0.0})
     own.on_end("ended")
     assert run_log.messages[said:] == ["predicted: no step time, because it has taken too long"]
     assert asked == [(2, True, 1, 2)] and PredictionTracker(config, layout, Rank(1, 1, 2), "cpu").lookup is None
@@ -362,7 +362,7 @@ def test_a_run_of_few_steps_is_predicted_at_its_end(
     layout, lookup = resolve_layout(config, 2, "cpu"), MachineLookup(measure)
     own = PredictionTracker(config, layout, Rank(0, 0, 2), "cpu", lookup)
     own.on_start()
-    own.on_step({"step_time_s": 1.0, "data_wait_s": 0.0})
+    own.measure({"step_time_s": 1.0, "data_wait_s": 0.0})
     threading.Timer(0.3, may_end.set).start()
     own.on_end(ending)
     assert ("a step on" in run_log.messages[-1]) == is_told

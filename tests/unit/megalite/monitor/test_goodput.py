@@ -48,7 +48,7 @@ class World:
             self.now += 1
             record = {"step": step, "time": self.now + self.wall_offset, "step_time_s": 1.0, "skipped": False} | parts
             self.now += sum(value for name, value in parts.items() if name.endswith("_s"))
-            session[0].on_step(record)
+            record |= session[0].measure(record)
             share = session[0].shares()["productive"]
             assert record["goodput"] == round(share, 4)
             session[1].on_step(record)
@@ -269,7 +269,7 @@ def test_an_account_of_a_save_replaces_the_records_before_it(world: World, seed:
     fast, slow = (Goodput(folder, step, lambda *_, **__: None) for folder in (world.folder, copy))
     assert seconds_of(fast) == pytest.approx(seconds_of(slow))
     again = {"step": max(1, step - 3), "time": world.now + world.wall_offset, "step_time_s": 1.0}  # a rollback beyond
-    assert fast.on_step(dict(again)) == slow.on_step(dict(again))
+    assert fast.measure(again)["session_s"] == slow.measure(again)["session_s"]
     assert seconds_of(fast) == pytest.approx(seconds_of(slow))
     assert fast.summary()["lost_steps"] == slow.summary()["lost_steps"]
 
@@ -298,40 +298,18 @@ def test_steps_whose_records_a_power_cut_took_are_named_and_are_no_downtime(worl
 
 
 NUMBERS = st.one_of(
-    st.floats(),
-    st.floats(min_value=0, max_value=1e3),
-    st.integers(-(10**30), 10**30),
-    st.none(),
-    st.booleans(),
-    st.text(max_size=3),
+    *(st.floats(), st.floats(min_value=0, max_value=1e3), st.integers(-(10**30), 10**30)),
+    *(st.none(), st.booleans(), st.text(max_size=3)),
 )
+OF_RECORDS = ("time", "step_time_s", "session_s", "evaluation_s", "save_blocked_s", "self_check_s", "skipped")
+OF_SESSIONS = ("time", "session_s", "before_s", "step", "previous_s", "startup_s", "down_s", "lost_s", "lost_steps")
 RECORDS = st.lists(
-    st.fixed_dictionaries(
-        {"step": st.integers(-3, 40)},
-        optional={
-            name: NUMBERS
-            for name in (
-                "time",
-                "step_time_s",
-                "session_s",
-                "evaluation_s",
-                "save_blocked_s",
-                "self_check_s",
-                "skipped",
-            )
-        },
-    ),
-    max_size=12,
+    st.fixed_dictionaries({"step": st.integers(-3, 40)}, optional=dict.fromkeys(OF_RECORDS, NUMBERS)), max_size=12
 )
 EVENTS_OF_ANY_KIND = st.lists(
     st.fixed_dictionaries(
         {"event": st.sampled_from(["started", "started", "saved", "ended", "preempted", "hung"])},
-        optional={
-            name: NUMBERS
-            for name in (
-                "time session_s before_s step previous_s startup_s down_s lost_s lost_steps save_blocked_s".split()  # noqa: SIM905
-            )
-        },
+        optional=dict.fromkeys((*OF_SESSIONS, "save_blocked_s"), NUMBERS),
     ),
     max_size=12,
 )
@@ -354,7 +332,7 @@ def test_shares_are_shares_whatever_the_files_and_clocks_say(
     goodput = Goodput(folder, step, EventLog(folder / EVENTS).write)
     for record in [None, *coming]:
         if record is not None:
-            goodput.on_step(record)
+            record |= goodput.measure(record)
             assert 0 <= record["goodput"] <= 1
         shares = goodput.shares()
         assert set(shares) == set(CATEGORIES)
@@ -379,7 +357,7 @@ while step < last:
     time.sleep(0.05)
     step += 1
     record = {"step": step, "time": time.time(), "step_time_s": time.perf_counter() - began}
-    goodput.on_step(record)
+    record |= goodput.measure(record)
     sink.on_step(record)
 goodput.on_end("ended")
 print(json.dumps([goodput.seconds(), time.time()]))

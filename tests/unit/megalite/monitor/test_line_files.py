@@ -19,9 +19,9 @@ from launch.supervision.run_outcome import RunFolder
 from megalite.monitor import line_files
 from megalite.monitor.events import EVENTS, EventLog, read_events
 from megalite.monitor.goodput import Goodput
-from megalite.monitor.line_files import LineFile, read_lines, stream_lines
+from megalite.monitor.line_files import LineFile, stream_lines
 from megalite.monitor.prometheus.totals import COUNTED_UP_TO, SHOWN, RunTotals, keep_shown
-from megalite.monitor.sinks.jsonl import METRICS, JsonLinesSink, read_records
+from megalite.monitor.sinks.jsonl import METRICS, JsonLinesSink, stream_records
 
 
 def line(step: int, padding: int = 0) -> str:
@@ -50,7 +50,7 @@ def test_a_whole_line_without_its_end_is_kept_and_garbage_before_it_is_passed_ov
     path.write_bytes(line(1).encode() + b"\0" * 700 + b"\n" + b"[3]\n" + line(2).encode() + line(3).encode()[:-1])
     sink = JsonLinesSink(path, 3)
     sink.on_step({"step": 4})
-    assert [record["step"] for record in read_records(path)] == [1, 2, 3, 4]
+    assert [record["step"] for record in list(stream_records(path))] == [1, 2, 3, 4]
 
 
 @contextmanager
@@ -83,8 +83,7 @@ def test_what_a_start_a_rollback_and_a_supervisor_read_does_not_grow_with_the_ru
         totals = RunTotals.of_run(tmp_path, 1_000_180, 1, 1).values()
         goodput, sink = Goodput(tmp_path, 1_000_180, log.write), JsonLinesSink(metrics, 1_000_180)
         again = {"step": 1_000_160, "time": 1.8e9, "step_time_s": 1.0}  # a rollback
-        goodput.on_step(again)
-        sink.on_step(again)
+        sink.on_step(again | goodput.measure(again))
         folder = RunFolder.read(tmp_path)
     assert folder is not None and folder.step == 1_000_160
     assert goodput.seconds()["productive"] == 999_000 + 10
@@ -132,9 +131,9 @@ def test_what_waits_is_bounded_and_what_is_lost_is_said(tmp_path: Path, monkeypa
         file.close()
     monkeypatch.setattr(line_files, "open_to_write", opened)
     file.close()
-    said, *kept = read_lines(path)
+    said, *kept = list(stream_lines(path))
     assert said["lost"] == "the lines of steps 1 to 4" and [one["step"] for one in kept] == [5, 6, 7]
-    assert [record["step"] for record in read_records(path)] == [5, 6, 7]
+    assert [record["step"] for record in list(stream_records(path))] == [5, 6, 7]
 
 
 def test_a_synced_file_is_on_disk_with_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +173,7 @@ def test_a_kill_loses_no_acknowledged_line_and_leaves_none_twice(tmp_path: Path)
             os.kill(writer, signal.SIGKILL)
             os.waitpid(writer, 0)
             done += len(acknowledged.read())
-        found = read_lines(path)
+        found = list(stream_lines(path))
         steps = [(one["attempt"], one["step"]) for one in found]
         assert found in states[done : done + 2], f"attempt {attempt}, {done} acknowledged: {steps}"
     assert found[-1]["step"] == len(found)

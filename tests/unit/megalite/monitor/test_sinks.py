@@ -73,16 +73,9 @@ def test_metrics_that_cannot_be_written_end_the_start(config: Config) -> None:
         sinks.open_sinks(config, 0, lambda name: pytest.fail(name))
 
 
-FULL = {
-    "loss": 10.82346,
-    "grad_norm": 0.51234,
-    "learning_rate": 2.984e-4,
-    "tokens_per_second": 1_234_567.0,
-    "samples_per_second": 602.8,
-    "model_flops_utilization": 0.4123,
-    "memory_peak_mib": 71_234.0,
-    "step_time_s": 3.4,
-}
+FULL = {"loss": 10.82346, "grad_norm": 0.51234, "learning_rate": 2.984e-4, "tokens_per_second": 1_234_567.0}
+FULL |= {"samples_per_second": 602.8, "model_flops_utilization": 0.4123, "memory_peak_mib": 71_234.0}
+FULL |= {"step_time_s": 3.4}
 NUMBERS = "loss 10.8235 grad 0.512 lr 2.98e-04 1.23 M tokens/s 603 samples/s MFU 41.2% 69.6 GiB"
 
 

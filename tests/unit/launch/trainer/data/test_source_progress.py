@@ -22,7 +22,7 @@ def test_the_end_tells_the_last_loss_of_each_source(caplog: pytest.LogCaptureFix
     """Also of one that the last step has no target of."""
     progress = progress_of(["web", "code"])
     for step, losses in enumerate(({"web": 3.0, "code": 4.0}, {"web": 2.5}, {}), start=1):
-        progress.on_step({"step": step, "samples": [0, 4 * step], **({"source_losses": losses} if losses else {})})
+        progress.measure({"step": step, "samples": [0, 4 * step], **({"source_losses": losses} if losses else {})})
     with caplog.at_level(logging.INFO):
         progress.on_end("finished")
     assert caplog.messages == ["the last training loss of each source: code 4.0000, web 2.5000"]
@@ -34,8 +34,7 @@ def test_many_sources_are_told_of_rarely(sources: int, told: list[int], caplog: 
     progress, found = progress_of(names), []
     for step in (99, 100, 101, 200):
         record: dict[str, Any] = {"step": step, "samples": [0, 64], "source_losses": dict.fromkeys(names, 1.0)}
-        progress.on_step(record)
-        found += [step] if "source_epochs" in record else []
+        found += [step] if "source_epochs" in progress.measure(record) else []
     with caplog.at_level(logging.INFO):
         progress.on_end("finished")
     assert found == told and bool(caplog.messages) == (sources == 32)

@@ -56,7 +56,7 @@ class Sessions:
             self.totals.add_line({"step": step, **LINE})
             self.steps.on_step({"step": step, **LINE})
             one = record(step, **other)
-            self.goodput.on_step(one)
+            one |= self.goodput.measure(one)
             self.totals.add_record(one)
             self.metrics.on_step(one)
 
