@@ -24,7 +24,7 @@ import yaml
 
 KEYS = (
     *("ddp", "fsdp", "horovod", "deepspeed", "megatron_lm", "megatron_deepspeed", "gpt_neox"),
-    *("torchtitan", "trainer", "accelerate", "torchrun"),
+    *("torchtitan", "trainer", "axolotl", "llama_factory", "accelerate", "torchrun"),
 )
 OPTION = re.compile(r"run_dir|[a-z]+(?:\.[a-z_0-9]+)+")
 WITHOUT = ("nothing", "not here", "removed")  # beginnings of `here` where no option takes a word's place
@@ -35,11 +35,12 @@ KINDS: tuple[Kind, ...] = ("deepspeed", "gpt_neox", "megatron_lm", "torchtitan",
 """Stacks that have files of their own; where words are equally many, the first one."""
 
 _NOT_TRANSLATED = {
-    "Axolotl": ({"base_model", "datasets"}, {"base_model", "micro_batch_size"}),
-    "LLaMA-Factory": ({"model_name_or_path", "finetuning_type"}, {"model_name_or_path", "stage", "template"}),
+    "Axolotl": ({"base_model", "datasets"}, {"base_model", "micro_batch_size"}, {"base_model", "sequence_len"}),
+    "LLaMA-Factory": ({"model_name_or_path", "finetuning_type"}, {"model_name_or_path", "stage"}),
     "Hugging Face's Trainer": (
         *({"output_dir", size} for size in ("per_device_train_batch_size", "num_train_epochs", "max_steps")),
         {"model_name_or_path", "per_device_train_batch_size"},
+        {"model_name_or_path", "dataset_name"},  # TRL
     ),
     "NeMo": ({"trainer", "exp_manager"}, {"trainer", "model", "name"}),
     "torchtune": ({"tokenizer", "checkpointer"},),
