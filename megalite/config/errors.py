@@ -154,24 +154,16 @@ def unknown_option(path: OptionPath, value: Any, model: type[BaseModel]) -> tupl
         if len({row.option for _, row in found}) == 1 and found[0][1].option:
             return f'unknown option "{dotted(path)}": did you mean "{found[0][1].option}"?', meant
         return f'unknown option "{dotted(path)}", a word {answer(found)}', meant
-    suggestion = nearest_option(path, value, model)
-    if suggestion is not None:
+    if suggestion := nearest_option(path, value, model):
         typed, meant = suggestion
-        return f'unknown option "{dotted(typed)}": did you mean "{dotted(meant)}"?{_of_an_item(meant)}', meant
+        mix = f" Of a mix: data.sources={{NAME: {{path: PREFIX, {meant[-1]}: ...}}}}; one text has training.tokens"
+        asked = f'did you mean "{dotted(meant)}"?' + mix * ("sources" in meant[:-2])
+        return f'unknown option "{dotted(typed)}": {asked}', meant
     while path[:-1] and path[:-1] not in option_paths(model):  # the first part that is unknown
         path = path[:-1]
     names = ", ".join(section_at(path[:-1], model).model_fields)
     where = f"section {dotted(path[:-1])}" if path[:-1] else "the config"
     return f'unknown option "{dotted(path)}": {where} has {names}', ()
-
-
-def _of_an_item(option: OptionPath) -> str:
-    """Returns what to write for an option that only the sources of a mix have; nothing for any other."""
-    if option[:2] != ("data", "sources") or len(option) < 4:
-        return ""
-    length = ", and a run over one text is as long as training.tokens says" if "epochs" in option[-1] else ""
-    mix = f"data.sources={{NAME: {{path: PREFIX, {option[-1]}: ...}}}}"
-    return f" Only sources of a mix have it, which is written as `{mix}` in place of data.path{length}"
 
 
 def section_at(path: OptionPath, model: type[BaseModel]) -> type[BaseModel]:

@@ -39,8 +39,7 @@ _NOT_TRANSLATED = {
     "LLaMA-Factory": ({"model_name_or_path", "finetuning_type"}, {"model_name_or_path", "stage"}),
     "Hugging Face's Trainer": (
         *({"output_dir", size} for size in ("per_device_train_batch_size", "num_train_epochs", "max_steps")),
-        {"model_name_or_path", "per_device_train_batch_size"},
-        {"model_name_or_path", "dataset_name"},  # TRL
+        *({"model_name_or_path", name} for name in ("per_device_train_batch_size", "dataset_name")),  # TRL has the last
     ),
     "NeMo": ({"trainer", "exp_manager"}, {"trainer", "model", "name"}),
     "torchtune": ({"tokenizer", "checkpointer"},),
