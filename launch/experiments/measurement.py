@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from launch.errors import LaunchError
 from launch.inspection.files import Facts, RunFiles, known, number
@@ -67,8 +67,8 @@ class RunMeasurement:
             step_s,
             _scaled(windows, step_s),
             _peak_memory(files),
-            predicted_s if (predicted_s := _at(files.receipt, "prediction", "step_time_s") or 0.0) > 0 else None,
-            _why_rough(files.receipt.get("prediction")),
+            predicted_s if (predicted_s := files.receipt.prediction.step_time_s or 0.0) > 0 else None,
+            files.receipt.prediction.rough,
         )
 
     @property
@@ -123,20 +123,6 @@ def _scaled(windows: Sequence[Mapping[str, float]], step_s: float) -> dict[str, 
 
 
 def _peak_memory(files: RunFiles) -> float | None:
-    measured = files.receipt.get("measured")
-    ranks = measured.get("ranks") if isinstance(measured, dict) else None
-    peaks = [_at(one, "peak_mib") for one in ranks] if isinstance(ranks, list) else []
+    peaks = [one.peak_mib for one in files.receipt.measured.ranks]
     of_rank_0 = known(files.records[-1:], "memory_peak_mib")
     return max([*(peak for peak in peaks if peak is not None), *of_rank_0], default=None)
-
-
-def _why_rough(prediction: Any) -> str:
-    rough = prediction.get("rough") if isinstance(prediction, dict) else None
-    return rough if isinstance(rough, str) else ""
-
-
-def _at(facts: Any, *path: str) -> float | None:
-    """Returns the number at a path in nested facts; None if there is none."""
-    for name in path:
-        facts = facts.get(name) if isinstance(facts, dict) else None
-    return number(facts)

@@ -271,7 +271,7 @@ def _spike_before(first: ComparedRun, second: ComparedRun, step: int) -> StepDif
 def _obstacles(first: ComparedRun, second: ComparedRun) -> Iterator[str]:
     """Yields why the losses of two runs need not agree."""
     for fact, what in {"data_fingerprint": "learned from other data", "seed": "have other seeds"}.items():
-        left, right = (run.history.files.receipt.get(fact) for run in (first, second))
+        left, right = (getattr(run.history.files.receipt, fact) for run in (first, second))
         unknown = [run.name for run, value in ((first, left), (second, right)) if value is None]
         if unknown:
             yield f"the {fact.replace('_', ' ')} of {' and '.join(unknown)} is not known"

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from shlex import quote
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, field_validator, model_validator
 
 from data_pipeline.neighbours import nearest
 from launch.errors import LaunchError
@@ -34,12 +36,85 @@ LAST_BYTES = {METRICS: METRICS_BYTES, EVENTS: EVENTS_BYTES}
 SETTINGS_BYTES = 1 << 22  # of config.yaml or receipt.json
 
 
+def number(value: Any) -> float | None:
+    """Returns a value from a file if it is a number of sensible size."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and abs(value) < 1e18 else None
+
+
+Number = Annotated[float | None, BeforeValidator(number)]
+
+
+class _Known(BaseModel):
+    """Facts of a receipt: what is of another type is unknown, and what another version has written beside it stays."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _mapping(cls, values: Any) -> Any:
+        return values if isinstance(values, Mapping) else {}
+
+    @field_validator("*", mode="wrap")
+    @classmethod
+    def _default(cls, value: Any, validate: Any, about: Any) -> Any:
+        try:
+            return validate(value)
+        except ValidationError:
+            return cls.model_fields[about.field_name].get_default(call_default_factory=True)
+
+
+class RecordedMemory(_Known):
+    """The peak memory of a rank, as measured, or of a stage, as predicted."""
+
+    stage: int | None = None
+    peak_mib: Number = None
+
+
+class RecordedStep(_Known):
+    """The prediction of a step at the start, or its measurement at the end."""
+
+    problem: str | None = None  # why there is no prediction of its time
+    rough: str = ""  # why it is; empty where it is not
+    step_time_s: Number = None
+    parts_s: dict[str, Number] = {}
+    memory: list[RecordedMemory] = []  # of stages, as predicted
+    ranks: list[RecordedMemory] = []  # as measured
+
+
+class RecordedGoodput(_Known):
+    """The account of the run's time."""
+
+    goodput: Number = None
+    sessions: int | None = None
+    lost_steps: int | None = None
+    seconds: dict[str, Number] = {}
+
+
+class Receipt(_Known):
+    """The facts of `receipt.json`; each may be missing."""
+
+    versions: dict[str, Any] = {}
+    machine: dict[str, Any] = {}
+    git: dict[str, Any] = {}
+    command: list[Any] = []
+    layout: dict[str, Any] = {}  # sizes, as in the manifests of checkpoints
+    seed: Any = None
+    data_fingerprint: Any = None
+    written: Any = None
+    outcome: dict[str, Any] = {}
+    prediction: RecordedStep = RecordedStep()
+    measured: RecordedStep = RecordedStep()
+    published: str | None = None  # a sentence: the best known speed on these accelerators
+    goodput: RecordedGoodput = RecordedGoodput()
+
+
 @dataclass(frozen=True)
 class RunFiles:
     """The contents of a run's files: steps and events as far back as they were read."""
 
     config: Config | None
-    receipt: Facts
+    receipt: Receipt
     records: Sequence[Facts]  # of metrics.jsonl
     events: Sequence[Facts]
     holder: LockHolder | None
@@ -87,25 +162,17 @@ class RunFiles:
         return list(slow.values())
 
     @property
-    def has_finished(self) -> bool:
-        """True if its receipt says that all steps are done."""
-        outcome = self.receipt.get("outcome")
-        return isinstance(outcome, dict) and outcome.get("finished") is True
-
-    @property
     def host(self) -> str | None:
         """Host of rank 0."""
         if self.holder is not None:
             return self.holder.host
-        machine = self.receipt.get("machine")
-        found = machine.get("host") if isinstance(machine, dict) else None
+        found = self.receipt.machine.get("host")
         return found if isinstance(found, str) else None
 
     @property
     def layout(self) -> dict[str, int]:
-        """The sizes of the layout, as in the manifests of checkpoints; empty if unknown."""
-        layout = self.receipt.get("layout")
-        return layout if isinstance(layout, dict) else {}
+        """The sizes of the layout; empty if unknown."""
+        return self.receipt.layout
 
 
 def is_run(folder: Path) -> bool:
@@ -140,12 +207,6 @@ def check_local_folder(folder: Path) -> None:
 def known(records: Sequence[Facts], name: str) -> list[float]:
     """Returns the numbers of that name in the records that have one."""
     return [found for record in records if (found := number(record.get(name))) is not None]
-
-
-def number(value: Any) -> float | None:
-    """Returns a value from a file if it is a number of sensible size."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and abs(value) < 1e18 else None
 
 
 def listed(value: Any) -> list[Any]:
@@ -193,12 +254,11 @@ def _problems_with_lines(path: Path, found: Sequence[Facts], lines: int) -> Iter
         yield f"{path}: {plural(lines - len(found), 'line')} that are no records"
 
 
-def _receipt(path: Path, problems: list[str]) -> Facts:
+def _receipt(path: Path, problems: list[str]) -> Receipt:
     try:
-        receipt = json.loads(read_small_file(path, SETTINGS_BYTES))
+        return Receipt.model_validate(json.loads(read_small_file(path, SETTINGS_BYTES)))
     except FileNotFoundError:
-        return {}
+        return Receipt()
     except (OSError, ValueError, RecursionError) as error:
         problems.append(f"{path} cannot be read: {error}")
-        return {}
-    return receipt if isinstance(receipt, dict) else {}
+        return Receipt()

@@ -70,7 +70,7 @@ def read_status(run_dir: Path) -> RunStatus:
     steps_s = seconds_between(own[-RECENT_STEPS:])
     last_activity = max([*map(_ended, files.records[-1:]), *map(time_of, files.events[-1:])], default=0.0)
     endings = [event["event"] for event in session if event["event"] in ENDINGS]
-    if not files.events and files.has_finished:
+    if not files.events and files.receipt.outcome.get("finished") is True:
         endings = ["ended"]
     # elsewhere, a lock that was taken after the end may be that of a command which found nothing left to do
     if holder is not None and (lives or (lives is None and not endings)):

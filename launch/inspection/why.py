@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from launch.errors import LaunchError
-from launch.inspection.files import RECEIPT, Facts, RunFiles, number
+from launch.inspection.files import RECEIPT, Receipt, RunFiles
 from launch.inspection.timelines import KeptStep
 from launch.output import Table
 from launch.planning.report.waterfall_figure import REMEDIES
@@ -134,19 +134,16 @@ def _faster(pipeline: WhatIf, config: Config, replicas: int) -> FasterSchedule |
     return FasterSchedule(name, least_s, own_s) if own_s is not None and least_s < (1 - WORTH) * own_s else None
 
 
-def _predicted(run_dir: Path, receipt: Facts, owner: Owner, problems: list[str]) -> dict[str, float]:
-    prediction = receipt.get("prediction")
-    parts = prediction.get("parts_s") if isinstance(prediction, dict) else None
-    if not isinstance(parts, dict):
-        why = prediction.get("problem") if isinstance(prediction, dict) else None
+def _predicted(run_dir: Path, receipt: Receipt, owner: Owner, problems: list[str]) -> dict[str, float]:
+    parts, why = receipt.prediction.parts_s, receipt.prediction.problem
+    if not parts:
         problems.append(f"{run_dir / RECEIPT} has no predicted step time" + (f": {why}" if why else ""))
         return {}
-    layout = receipt.get("layout")
     sizes = {name: size for name, size in vars(owner).items() if name.endswith("_parallel_size")}
-    if not isinstance(layout, dict) or any(layout.get(name) != size for name, size in sizes.items()):
+    if any(receipt.layout.get(name) != size for name, size in sizes.items()):
         problems.append(f"{run_dir / RECEIPT} is of another layout than this step, and so is its prediction")
         return {}
-    return {str(name): found for name, value in parts.items() if (found := number(value)) is not None}
+    return {name: value for name, value in parts.items() if value is not None}
 
 
 def largest_loss(found: StepExplanation) -> Loss | None:

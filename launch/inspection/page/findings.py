@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from launch.errors import LaunchError
-from launch.inspection.files import Facts, number
+from launch.inspection.files import Facts, Receipt, number
 from launch.inspection.history import RunHistory
 from launch.inspection.status import RunStatus
 from launch.inspection.timelines import KeptStep, read_kept_step, usual_step
@@ -59,7 +58,7 @@ class RunFindings:
         return cls(history, status, kept, explanation, tuple(dict.fromkeys(problems)))
 
     @property
-    def receipt(self) -> Facts:
+    def receipt(self) -> Receipt:
         return self.history.files.receipt
 
     @property
@@ -114,11 +113,6 @@ class RunFindings:
         lines = self.history.breakdowns
         return [stage for stage in lines[-1]["stages"] if isinstance(stage, dict)] if lines else []
 
-    @property
-    def slow_ranks(self) -> Sequence[Facts]:
-        """The events of ranks that have become slow in the last session and are so still."""
-        return self.history.files.slow_ranks
-
 
 def _timeline(run_dir: Path, step: int) -> KeptStep:
     """Reads a step that was kept. Raises LaunchError where it is too large to be drawn, or cannot be read."""
@@ -128,15 +122,6 @@ def _timeline(run_dir: Path, step: int) -> KeptStep:
     return read_kept_step(run_dir, step)
 
 
-def value_at(facts: Any, *names: str) -> Any:
-    """Returns what is under names inside of each other; None if anything on the way is missing or no mapping."""
-    for name in names:
-        facts = facts.get(name) if isinstance(facts, Mapping) else None
-    return facts
-
-
-def numbers_at(facts: Any, *names: str) -> dict[str, float]:
-    """Returns the numbers of the mapping under `names` that are not negative."""
-    found = value_at(facts, *names)
-    pairs = found.items() if isinstance(found, Mapping) else ()
-    return {str(name): known for name, value in pairs if (known := number(value)) is not None and known >= 0}
+def not_negative(numbers: Mapping[str, float | None]) -> dict[str, float]:
+    """Returns those numbers that are known and not negative."""
+    return {name: value for name, value in numbers.items() if value is not None and value >= 0}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from xml.etree.ElementTree import Element
 
-from launch.inspection.page.findings import RunFindings, numbers_at, value_at
+from launch.inspection.page.findings import RunFindings, not_negative
 from launch.pages.sections import PageSection, keys, number_table
 from launch.pages.svg import AxisScale, at_both_widths, bar, drawing
 from megalite.monitor.goodput import CATEGORIES
@@ -17,7 +17,7 @@ COLOURS = dict(zip(CATEGORIES, (2, 6, 4, 5, 8, 3, 1, 9, 10, 7), strict=True))
 
 def goodput_section(found: RunFindings) -> PageSection:
     """Draws the account of receipt.json."""
-    known = numbers_at(found.receipt, "goodput", "seconds")
+    known = not_negative(found.receipt.goodput.seconds)
     spent = {name: known[name] for name in CATEGORIES if known.get(name, 0.0) > 0}
     wall = sum(spent.values())
     if not wall:
@@ -26,9 +26,9 @@ def goodput_section(found: RunFindings) -> PageSection:
         *at_both_widths(lambda width: _bar(spent, wall, width)),
         keys([(f"fill-{COLOURS[name]}", f"{CATEGORIES[name]} {percent(spent[name] / wall)}") for name in spent]),
     ]
-    sessions, lost = (value_at(found.receipt, "goodput", name) for name in ("sessions", "lost_steps"))
+    sessions, lost = found.receipt.goodput.sessions, found.receipt.goodput.lost_steps
     caption = f"{duration(wall)} of wall time"
-    if isinstance(sessions, int) and isinstance(lost, int):
+    if sessions is not None and lost is not None:
         caption += f" in {plural(sessions, 'session')}, {plural(lost, 'step')} lost"
     rows = [[CATEGORIES[name], duration(value), percent(value / wall)] for name, value in spent.items()]
     table = number_table(["what", "time", "share"], rows, words=[0])

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from xml.etree.ElementTree import Element
 
-from launch.inspection.files import number
-from launch.inspection.page.findings import RunFindings, value_at
+from launch.inspection.page.findings import RunFindings
 from launch.pages.sections import PageSection, keys, number_table
 from launch.pages.svg import (
     WIDE,
@@ -65,26 +64,20 @@ def memory_section(found: RunFindings) -> PageSection:
 
 def _measured(found: RunFindings) -> list[tuple[int, int, float]]:
     """Returns rank, stage and peak in bytes of each rank that has one."""
-    ranks, mesh = value_at(found.receipt, "measured", "ranks"), found.mesh
-    if not isinstance(ranks, list) or mesh is None:
+    ranks, mesh = found.receipt.measured.ranks, found.mesh
+    if mesh is None:
         return []
-    peaks = [number(value_at(one, "peak_mib")) for one in ranks[: mesh.world_size]]
     return [
         (rank, mesh.coordinate(rank).pipeline_rank, peak * MIB)
-        for rank, peak in enumerate(peaks)
-        if peak is not None and peak > 0
+        for rank, one in enumerate(ranks[: mesh.world_size])
+        if (peak := one.peak_mib or 0.0) > 0
     ]
 
 
 def _predicted(found: RunFindings) -> dict[int, float]:
     """Returns the predicted peak of each stage in bytes."""
-    stages = value_at(found.receipt, "prediction", "memory")
-    predicted = {}
-    for one in stages if isinstance(stages, list) else []:
-        stage, peak = value_at(one, "stage"), number(value_at(one, "peak_mib"))
-        if isinstance(stage, int) and peak is not None and peak > 0:
-            predicted[stage] = peak * MIB
-    return predicted
+    stages = found.receipt.prediction.memory
+    return {one.stage: peak * MIB for one in stages if one.stage is not None and (peak := one.peak_mib or 0.0) > 0}
 
 
 def _bars(shown: Sequence[tuple[int, int, float]], predicted: dict[int, float], width: float) -> Element:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import numpy as np
 
 from launch.inspection.files import number
-from launch.inspection.page.findings import RunFindings, numbers_at, value_at
+from launch.inspection.page.findings import RunFindings, not_negative
 from launch.inspection.why import advice
 from launch.prediction.prediction import format_error, format_rough_error
 from megalite.checkpoint.manifest import printable
@@ -54,7 +54,7 @@ def _step(found: RunFindings) -> Iterator[str]:
 
 
 def _slow_ranks(found: RunFindings) -> Iterator[str]:
-    slow = found.slow_ranks
+    slow = found.history.files.slow_ranks
     for event in slow[:NAMED]:
         sentence = event.get("sentence")
         yield printable(sentence) if isinstance(sentence, str) else f"Rank {event.get('rank')} is slow."
@@ -69,24 +69,23 @@ def _slow_ranks(found: RunFindings) -> Iterator[str]:
 
 def _prediction(found: RunFindings) -> Iterator[str]:
     """Yields how far the prediction was off: of the whole step, and of the part that it missed most."""
-    prediction = found.receipt.get("prediction")
-    predicted_s = number(value_at(prediction, "step_time_s"))
-    measured_s = number(value_at(found.receipt, "measured", "step_time_s"))
+    prediction, measured_s = found.receipt.prediction, found.receipt.measured.step_time_s
+    predicted_s = prediction.step_time_s
     if predicted_s is None or predicted_s <= 0:
-        problem = value_at(prediction, "problem")
-        yield "There is no prediction of the step time" + (f": {printable(str(problem))}." if problem else ".")
+        problem = prediction.problem
+        yield "There is no prediction of the step time" + (f": {printable(problem)}." if problem else ".")
         return
     if measured_s is not None and measured_s > 0:
-        words = format_rough_error if value_at(prediction, "rough") else format_error
+        words = format_rough_error if prediction.rough else format_error
         sentence = f"The plan said {seconds(predicted_s)} a step, it took {seconds(measured_s)}"
-        yield f"{sentence} ({words(predicted_s, measured_s)}).{_worst_part(found, prediction)}"
-    published = found.receipt.get("published")
-    if isinstance(published, str):
+        yield f"{sentence} ({words(predicted_s, measured_s)}).{_worst_part(found)}"
+    if published := found.receipt.published:
         yield printable(published[:1].upper() + published[1:]) + "."
 
 
-def _worst_part(found: RunFindings, prediction: Mapping[str, object] | None) -> str:
-    pairs = beside_prediction(numbers_at(prediction, "parts_s"), found.parts_s) if found.parts_s else []
+def _worst_part(found: RunFindings) -> str:
+    predicted_s = not_negative(found.receipt.prediction.parts_s)
+    pairs = beside_prediction(predicted_s, found.parts_s) if found.parts_s else []
     off = [(pair.measured_s - (pair.predicted_s or 0.0), pair) for pair in pairs if pair.predicted_s is not None]
     if not off:
         return ""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Mapping
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 from data_pipeline.storage.files import decimal_size
 from launch.inspection.comparison import default_of
-from launch.inspection.files import Facts, number, time_of
-from launch.inspection.page.findings import RunFindings, value_at
+from launch.inspection.files import Facts, listed, number, time_of
+from launch.inspection.page.findings import RunFindings
 from launch.inspection.report import ACCOUNT
 from launch.pages.sections import PageSection, number_table
 from launch.pages.svg import element
@@ -28,18 +30,18 @@ HIDDEN = "***"
 
 def communication_section(found: RunFindings) -> PageSection:
     """Tabulates the communication of a step by stage, axis and operation, in the last line of steps.jsonl."""
-    rows, wall_s = [], number(value_at(found.history.breakdowns[-1], "wall_s")) if found.history.breakdowns else None
+    rows, wall_s = [], number(found.history.breakdowns[-1].get("wall_s")) if found.history.breakdowns else None
     for stage in found.last_breakdown:
         lines = stage.get("communication")
-        for line in lines if isinstance(lines, list) else []:
-            calls, size, took_s = (number(value_at(line, name)) for name in ("calls", "bytes", "seconds"))
+        for line in (one for one in listed(lines) if isinstance(one, Mapping)):
+            calls, size, took_s = (number(line.get(name)) for name in ("calls", "bytes", "seconds"))
             if calls is None or size is None or took_s is None or min(calls, size, took_s) < 0:
                 continue
             rows.append(
                 [
                     str(stage.get("stage")),
-                    str(value_at(line, "axis")),
-                    str(value_at(line, "operation")).replace("_", " "),
+                    str(line.get("axis")),
+                    str(line.get("operation")).replace("_", " "),
                     short(calls),
                     decimal_size(int(size)),
                     seconds(took_s),
@@ -102,7 +104,7 @@ def settings_section(found: RunFindings) -> PageSection:
 def _changed(values: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """Yields name, value and default of each setting that is not what it is without being set; None: no default."""
     for place in _places(values):
-        own, default = value_at(values, *place), default_of(values, place)
+        own, default = reduce(getitem, place, values), default_of(values, place)
         if own != default:
             yield ".".join(place), own, default
 
@@ -131,15 +133,13 @@ def versions_section(found: RunFindings) -> PageSection:
     receipt = found.receipt
     rows = []
     for name in ("versions", "machine", "git"):
-        facts = receipt.get(name)
-        for key, value in facts.items() if isinstance(facts, Mapping) else ():
+        for key, value in getattr(receipt, name).items():
             rows.append([printable(str(key)), _cell(str(without_secrets(value)))])
-    command = receipt.get("command")
-    if isinstance(command, list):
-        rows.append(["command", _cell(" ".join(hide_arguments([str(one) for one in command])))])
+    if receipt.command:
+        rows.append(["command", _cell(" ".join(hide_arguments([str(one) for one in receipt.command])))])
     for name in ("seed", "data_fingerprint", "written"):
-        if receipt.get(name) is not None:
-            rows.append([name.replace("_", " "), _cell(str(receipt[name]))])
+        if (value := getattr(receipt, name)) is not None:
+            rows.append([name.replace("_", " "), _cell(str(value))])
     if not rows:
         return PageSection("versions", "Versions", "receipt.json is missing or cannot be read.")
     return PageSection("versions", "Versions", "", [number_table(["what", "value"], rows, words=[0, 1])])

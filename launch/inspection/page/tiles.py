@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from launch.inspection.files import number
-from launch.inspection.page.findings import RunFindings, value_at
+from launch.inspection.page.findings import RunFindings
 from launch.inspection.state import RunState
 from megalite.monitor.progress import duration
 from megalite.units import count, digits, percent, seconds
@@ -16,7 +15,7 @@ UNKNOWN = "\N{EN DASH}"
 def tiles_of(found: RunFindings) -> dict[str, str]:
     """Returns the numbers by their names, as `megalite status` counts them; what is not known is a dash."""
     status = found.status
-    goodput = number(value_at(found.receipt, "goodput", "goodput"))
+    goodput = found.receipt.goodput.goodput
     if goodput is None or status.state is RunState.RUNNING:
         goodput = status.goodput
     total = f" of {status.total_steps:,}" if status.total_steps is not None else ""
