@@ -137,14 +137,14 @@ def test_one_host_is_taken_where_one_is_enough(problem: Problem) -> None:
     assert {node.name: node.gpus for node in nodes}[name] == min(enough), "the fullest one, so that others stay whole"
 
 
-@given(problems(most_ranks=16), st.randoms(use_true_random=False))
+@given(problems(most_nodes=4, most_gpus=4, most_ranks=9), st.randoms(use_true_random=False))
 @settings(max_examples=50)
 def test_the_order_of_the_input_decides_ties_only(problem: Problem, chance: random.Random) -> None:
+    """Where the search goes to its end; in a larger cluster it begins from the order given and may end before."""
     nodes, mesh, traffic = problem.nodes, problem.mesh, problem.traffic
     best = place(nodes, mesh, traffic)[0]
     assert place(nodes, mesh, traffic)[0] == best
-    shuffled = chance.sample(nodes, len(nodes))
-    again = place(shuffled, mesh, traffic)[0]
+    again = place(chance.sample(nodes, len(nodes)), mesh, traffic)[0]
     assert (again.cost, again.leaves, len(again.hosts)) == (best.cost, best.leaves, len(best.hosts))
 
 
