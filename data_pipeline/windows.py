@@ -1,10 +1,10 @@
 """Cuts whole documents into windows, for evaluation.
 
-Each token is predicted once. A document
-t[0] ... t[T-1] has T - 1 tokens to predict: the first one has no context. A window reads up to `length` tokens and
-predicts the token after each; windows begin `stride` tokens apart, and a token that two of them could predict counts
-in the earlier one. So after the first window every prediction sees at least `length - stride` + 1 tokens. This is the
-sliding window of transformers' guide to perplexity, whose `max_length` counts the last target too.
+Each token is predicted once. A document t[0] ... t[T-1] has T - 1 tokens to predict: the first one has no context. A
+window reads up to `length` tokens and predicts the token after each; windows begin `stride` tokens apart, and a token
+that two of them could predict counts in the earlier one. So after the first window every prediction sees at least
+`length - stride` + 1 tokens. This is the sliding window of transformers' guide to perplexity, whose `max_length` counts
+the last target too.
 """
 
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,7 @@
 """Attention kernels of torch that take documents, windows and capped scores without a tensor of all scores.
 
-Both need a GPU for training; `models.attention_inputs` chooses, and makes what they read. On a CPU the same results
-come from a mask (`models.attention`).
+Both need a GPU for training: `why_not_flash` and `why_not_flex` say what keeps a layer from them, `models.attention`
+chooses, and `models.attention_inputs` makes what they read. On a CPU the same results come from a mask.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The order in which an epoch visits its blocks: a permutation that is computed, so that nothing is stored per sample.
+"""The order of an epoch's blocks, and which documents are held out: computed, so that nothing is stored for them.
 
 A Feistel network permutes the numbers of as many bits as the last index has, and a number that falls outside is sent
 through it again, which ends inside after two passes on average or fewer. It can be run backwards. Indexes one at a

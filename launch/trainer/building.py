@@ -122,7 +122,8 @@ def build_run(
     activity = Activity(Mesh.of(layout), rank.rank)
     if heartbeat is not None:
         heartbeat.step = lambda: activity.span.step
-    record_hang, launch = partial(EventLog(config.run_dir / EVENTS).write, "hung"), agree_on_launch()
+    record_hang = partial(EventLog(config.run_dir / EVENTS).write, "hung")
+    launch = agree_on_launch()
     fence.begin(config.run_dir / LOCK, from_rank_0(lambda: fence.read(config.run_dir / LOCK), str))
     with_local_data = open_on_all_hosts(config, rank, progress)  # before the watchdog, whose limits are for steps
     progress.begin("opening the data")

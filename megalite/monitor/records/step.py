@@ -7,9 +7,7 @@ or in the loop; all sinks, the curves of pages and the gauges of Prometheus foll
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_type_hints
-
-from typing_extensions import TypedDict  # pydantic reads the one of `typing` from Python 3.12 on
+from typing import Annotated, Any, Literal, NamedTuple, TypedDict, TypeVar, get_type_hints
 
 
 class FieldCurve(NamedTuple):
