@@ -55,7 +55,7 @@ class CsvTable:
 
     def _rows(self, about_bytes: int) -> Iterator[tuple[str, dict[Any, Any]]]:
         """Yields the rows, each with the place where it ends; what `csv` lacks or has in excess is None."""
-        csv.field_size_limit(self.longest)
+        csv.field_size_limit(max(LONGEST_ROW, self.longest))  # of the process; `_Lines` refuses longer rows first
         with open_text(self.path, about_bytes) as stream:
             refuse_other_kind(stream, self.path)
             lines = _Lines(stream, self)

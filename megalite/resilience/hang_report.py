@@ -125,7 +125,8 @@ def explain(
     `is_lost`: a rank has lost a connection, so that ranks that do not answer are no longer there.
     """
     waits = _waits(states)
-    roots = _roots(waits, states, unresponsive)
+    # who lost a connection has left its work, and is waited for in vain because of those that do not answer
+    roots = sorted(unresponsive) if is_lost and unresponsive else _roots(waits, states, unresponsive)
     reasons = [state.reason for _, state in sorted(states.items()) if state.reason]
     sentences = [
         *reasons[:1],
