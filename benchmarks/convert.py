@@ -22,20 +22,19 @@ import argparse
 import json
 import mmap
 import os
-import platform
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results" / "convert.md"
+from benchmarks import harness
+from benchmarks.harness import spread
+
+RESULTS = harness.RESULTS / "convert.md"
 MODEL = {
     "vocab_size": 32000,
     "hidden_size": 2048,
@@ -152,19 +151,12 @@ def make_model(folder: Path, layers: int) -> int:
 # --- the report
 
 
-def spread(values: list[float], form: str = ".2f") -> str:
-    return f"{statistics.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
-
-
 def measure(root: Path, layers: int, repetitions: int) -> list[str]:
     hub, checkpoint, out = root / "hub", root / "checkpoint", root / "out"
     parameters = make_model(hub, layers)
     largest = 4 * MODEL["vocab_size"] * MODEL["hidden_size"]
-    rows = [
-        "| | GB read + written | seconds | GB/s | copy s | direct copy s | copy / conversion "
-        "| direct copy / conversion | memory MB |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
-    ]
+    ratios = ("copy / conversion", "direct copy / conversion")
+    rows = harness.header("", "GB read + written", "seconds", "GB/s", "copy s", "direct copy s", *ratios, "memory MB")
     for way, source, target in (("import", hub, checkpoint), ("export", checkpoint, out)):
         found: dict[str, list[float]] = {name: [] for name in ("s", "copy", "direct", "memory", "rate")}
         for _ in range(repetitions):
@@ -177,17 +169,17 @@ def measure(root: Path, layers: int, repetitions: int) -> list[str]:
             found["s"].append(done.summary["seconds"])
             found["memory"].append(done.memory / 1e6)
             found["rate"].append(6 * parameters / done.summary["seconds"] / 1e9)
-        ratios = [[a / b for a, b in zip(found[name], found["s"], strict=True)] for name in ("copy", "direct")]
+        faster = [[a / b for a, b in zip(found[name], found["s"], strict=True)] for name in ("copy", "direct")]
         cells = [
             f"{(2 if way == 'import' else 4) * parameters / 1e9:.2f} + {to_write / 1e9:.2f}",
             spread(found["s"]),
             spread(found["rate"]),
             spread(found["copy"]),
             spread(found["direct"]),
-            *map(spread, ratios),
+            *map(spread, faster),
             spread(found["memory"], ".0f"),
         ]
-        rows.append(f"| {way} | {' | '.join(cells)} |")
+        rows.append(harness.row([way, *cells]))
     same = subprocess.run(
         f"cat {hub}/*.safetensors | sha256sum; cat {out}/*.safetensors | sha256sum", shell=True, capture_output=True
     ).stdout.split()
@@ -207,22 +199,6 @@ def measure(root: Path, layers: int, repetitions: int) -> list[str]:
     ]
 
 
-def head(options: argparse.Namespace) -> list[str]:
-    model = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "")
-    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "safetensors"))
-    mount = subprocess.run(
-        ["df", "--output=source,fstype", RESULTS.parent], capture_output=True, text=True, check=True
-    ).stdout.split()[-2:]
-    return [
-        "# Conversion of a model of a billion parameters",
-        "",
-        f"`python -m benchmarks.convert --repetitions {options.repetitions}`, {date.today()}: "
-        f"{model.partition(': ')[2]}, {os.cpu_count()} cores, {' '.join(mount)}, {packages}, Python "
-        f"{platform.python_version()}, Linux {platform.release()}. What is measured and how: the script's docstring.",
-        "",
-    ]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=MODEL["num_hidden_layers"], help="fewer: the results file stays")
@@ -232,11 +208,16 @@ def main() -> None:
     if options.child:
         child(*options.child)
         return
-    before, started = os.getloadavg()[0], time.monotonic()
+    load, started = harness.Load(), time.monotonic()
     with tempfile.TemporaryDirectory(dir=RESULTS.parent, prefix=".convert_") as folder:
         rows = measure(Path(folder), options.layers, options.repetitions)
-    load = f"Load before and after: {before:.1f} and {os.getloadavg()[0]:.1f}; {time.monotonic() - started:.0f} s."
-    text = "\n".join([*head(options), *rows, "", load, ""])
+    facts = f"{harness.machine('torch', 'transformers', 'safetensors')}, {harness.mount_of(RESULTS.parent)}. {load}"
+    text = harness.page(
+        "Conversion of a model of a billion parameters",
+        f"benchmarks.convert --repetitions {options.repetitions}",
+        f"{facts} {time.monotonic() - started:.0f} s in all.",
+        *rows,
+    )
     print(text)
     if options.layers == MODEL["num_hidden_layers"]:
         RESULTS.write_text(text)

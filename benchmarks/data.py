@@ -24,22 +24,19 @@ import argparse
 import itertools
 import json
 import os
-import platform
 import resource
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from benchmarks import harness
 from benchmarks.data_costs import DataCost, DataGoal, number, of_proc_self, own_process, paired, ratio
 from benchmarks.data_preparation import preparation_costs, waiting_costs
-from benchmarks.results_page import renew_page
 from data_pipeline.loader import BatchPlan, global_batch
 from data_pipeline.samples.best_fit import BestFitSamples
 from data_pipeline.samples.dataset import PackedSamples
@@ -50,7 +47,7 @@ from data_pipeline.storage.indexed import IndexedTokens
 from data_pipeline.storage.indexed_writer import IndexedWriter
 from data_pipeline.storage.meta import CorpusMeta
 
-RESULTS = Path(__file__).parent / "results" / "data.md"
+RESULTS = harness.RESULTS / "data.md"
 LENGTH, ROWS = 2048, 8
 HELD_OUT = 0.01
 CORPORA = 2419
@@ -253,26 +250,6 @@ def verdict(rows: list[DataCost]) -> str:
     )
 
 
-def page(rows: list[DataCost], load: tuple[float, float]) -> str:
-    """Returns the results page, up to what is written by hand below it."""
-    model = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "")
-    packages = ", ".join(f"{name} {version(name)}" for name in ("numpy", "tokenizers"))
-    return "\n".join(
-        [
-            "# What the data costs",
-            "",
-            f"`python -m benchmarks.data`, {date.today()}: {model.partition(': ')[2]}, {packages}, Python "
-            f"{platform.python_version()}. Load before and after: {load[0]:.1f} and {load[1]:.1f}. What is measured "
-            f"and how: the script's docstring. {verdict(rows)}",
-            "",
-            "| what | measured: median (quartiles) | goal | |",
-            "|---|---:|---:|---|",
-            *(f"| {row} |" for row in rows),
-            "",
-        ]
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small corpora and few turns")
@@ -281,14 +258,16 @@ def main() -> None:
     options = parser.parse_args()
     sizes = DataSizes(20_000_000, 2_000_000, 100, 400, 3) if options.quick else None
     sizes = sizes or DataSizes(200_000_000, 100_000_000, CORPORA, 2000, 15)
-    before, rows = os.getloadavg()[0], []
+    load, rows = harness.Load(), []
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         for row in costs(sizes, Path(folder), is_quick=options.quick):
             print(row, flush=True)
             rows.append(row)
     print(verdict(rows))
     if options.write:
-        renew_page(RESULTS, page(rows, (before, os.getloadavg()[0])))
+        table = [*harness.header("what", "measured: median (quartiles)", "goal", ""), *(f"| {row} |" for row in rows)]
+        facts = f"{harness.machine('numpy', 'tokenizers')}. {load} {verdict(rows)}"
+        harness.renew_page(RESULTS, harness.page("What the data costs", "benchmarks.data", facts, *table))
 
 
 if __name__ == "__main__":

@@ -26,27 +26,26 @@ import gc
 import json
 import mmap
 import os
-import platform
 import tempfile
 import time
 from collections.abc import Iterator
-from datetime import date
-from importlib.metadata import version
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks import harness
 from benchmarks.checkpoint.memory import peak
-from benchmarks.checkpoint.ranks import Turn, header, ranks_turns, spread, together
+from benchmarks.checkpoint.ranks import Turn, ranks_turns, together
+from benchmarks.harness import header, spread
 from launch.parity.forked_ranks import warm_up
 from launch.runtime.local_ranks import rank_environment
-from megalite.config import Config, LaunchConfig, resolve_layout
+from megalite.config import LaunchConfig, resolve_layout
 
 if TYPE_CHECKING:
     from launch.conversion.huggingface.model_folder import ModelFolder
     from megalite.engine.engine import Engine
 
-RESULTS = Path(__file__).parent / "results" / "initialize.md"
+RESULTS = harness.RESULTS / "initialize.md"
 MODEL = {
     "vocab_size": 32000,
     "hidden_size": 2048,
@@ -140,21 +139,8 @@ def _engine(hub: ModelFolder, parallel: dict[str, int], ranks: int) -> Engine:
     from megalite.engine.build import build_engine
     from models.decoder import decoder_layers
 
-    config = Config.model_validate(
-        {
-            "run_dir": tempfile.gettempdir(),
-            "model": hub.model.model_dump(),
-            "data": {"path": "unused"},
-            "parallel": parallel,
-            "precision": {"dtype": "bf16"},
-            "training": {
-                "global_batch_size": ranks,
-                "micro_batch_size": 1,
-                "sequence_length": 64,
-                "steps": 1,
-            },
-        }
-    )
+    options = {"parallel": parallel, "precision": {"dtype": "bf16"}}
+    config = harness.config_of(hub.model.model_dump(), ranks, 64, **options)
     return build_engine(decoder_layers(config.model), config, resolve_layout(config, ranks, "cpu"))
 
 
@@ -244,9 +230,8 @@ def _drop(folder: Path) -> None:
 
 
 def table(root: Path, layers: int, repetitions: int) -> list[str]:
-    columns = ["folder", "layout", "", "a rank's slices MB", "plain s", "plain GB/s", "slices s", "plain / slices"]
-    columns += ["MiB beyond the shard", "and the exchange"]
-    lines = header(columns)
+    columns = ("a rank's slices MB", "plain s", "plain GB/s", "slices s", "plain / slices", "MiB beyond the shard")
+    lines = header("folder", "layout", "", *columns, "and the exchange", words=3)
     for dtype, name in (*(("bf16", name) for name in LAYOUTS), ("fp32", "one rank"), ("fp32", "tp 2")):
         folder, parallel = root / dtype, LAYOUTS[name]
         if not folder.exists():
@@ -268,7 +253,7 @@ def table(root: Path, layers: int, repetitions: int) -> list[str]:
                 f"{some[0]['reading']:.0f}",
                 f"{some[0]['loading']:.0f} ({some[0]['exchange']:.0f} alone)",
             ]
-            lines.append(f"| {' | '.join(cells)} |")
+            lines.append(harness.row(cells))
             print(lines[-1], flush=True)
     return lines
 
@@ -279,28 +264,24 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     options = parser.parse_args()
     warm_up(rank_environment(LaunchConfig(), 2, on_gpu=False)[0])
-    before, began = os.getloadavg()[0], time.monotonic()
+    load, began = harness.Load(), time.monotonic()
     with tempfile.TemporaryDirectory(dir=RESULTS.parent, prefix=".initialize_") as temporary:
         root = Path(temporary)
         lines = table(root, options.layers, options.repetitions)
         size = sum(path.stat().st_size for path in (root / "bf16").glob("*.safetensors"))
-    command = f"python -m benchmarks.initialize --repetitions {options.repetitions} --layers {options.layers}"
-    machine = f"{len(os.sched_getaffinity(0))} cores, torch {version('torch')}, Python {platform.python_version()}"
-    text = [
-        "# Starting from a Hugging Face folder",
-        "",
-        f"`{command}`, {date.today()}: {machine}, Linux {platform.release()}. {size / 1e9:.2f} GB of weights in bf16. "
-        "What is measured and how: the script's docstring.",
-        "",
+    text = harness.page(
+        "Starting from a Hugging Face folder",
+        f"benchmarks.initialize --repetitions {options.repetitions} --layers {options.layers}",
+        f"{harness.machine('torch')}. {size / 1e9:.2f} GB of weights in bf16.",
         *lines,
         "",
-        f"The goals: plain / slices at least {GOAL_RATIO}, memory beyond the shard at most {GOAL_MIB} MiB. Load before "
-        f"and after: {before:.1f} and {os.getloadavg()[0]:.1f}; {time.monotonic() - began:.0f} s.",
-    ]
+        f"The goals: plain / slices at least {GOAL_RATIO}, memory beyond the shard at most {GOAL_MIB} MiB. {load} "
+        f"{time.monotonic() - began:.0f} s.",
+    )
     if (options.repetitions, options.layers) == (5, 8):
-        RESULTS.write_text("\n".join(text) + "\n")
+        RESULTS.write_text(text)
     else:
-        print("\n".join(text))
+        print(text)
 
 
 if __name__ == "__main__":

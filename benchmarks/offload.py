@@ -18,26 +18,22 @@ import argparse
 import gc
 import json
 import os
-import platform
-import socket
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from datetime import date, timedelta
-from importlib.metadata import version
-from pathlib import Path
+from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import psutil
 
-from benchmarks.results_page import renew_page
-from launch.prediction.this_machine import cpu_name
+from benchmarks import harness
+from launch.runtime.local_ranks import free_port
 
-RESULTS = Path(__file__).parent / "results" / "offload.md"
+RESULTS = harness.RESULTS / "offload.md"
 WARM_UP, PEAK_STEPS = 1, 2
 MICRO_BATCHES, ROWS, SEQUENCE, VOCABULARY = 2, 2, 256, 8192
 MIB = 2**20
@@ -53,29 +49,15 @@ OPTIONS: dict[str, dict[str, str]] = {  # the section `offload` of each variant
 
 
 def config_of(variant: str) -> Any:
-    from megalite.config import Config
-
-    values = {
-        "run_dir": "unused",
-        "data": {"path": "unused"},
-        "model": {
-            "vocab_size": VOCABULARY,
-            "hidden_size": 256,
-            "intermediate_size": 704,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 8,
-        },
-        "precision": {"dtype": "fp32"},
-        "training": {
-            "global_batch_size": MICRO_BATCHES * ROWS,
-            "micro_batch_size": ROWS,
-            "sequence_length": SEQUENCE,
-            "steps": 1,
-            "gradient_clipping": 0.5,
-        },
-        "offload": OPTIONS[variant],
+    model = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 256,
+        "intermediate_size": 704,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
     }
-    return Config.model_validate(values)
+    options = {"precision": {"dtype": "fp32"}, "training": {"gradient_clipping": 0.5}, "offload": OPTIONS[variant]}
+    return harness.config_of(model, MICRO_BATCHES * ROWS, SEQUENCE, micro_batch=ROWS, **options)
 
 
 def engine_of(variant: str) -> Any:
@@ -93,20 +75,15 @@ def engine_of(variant: str) -> Any:
 
 
 def batches_of(draw: np.random.Generator) -> list[Any]:
-    from launch.parity.problem import Batch
-
-    tokens = draw.integers(0, VOCABULARY, (MICRO_BATCHES, ROWS, SEQUENCE + 1))
-    return [Batch(rows[:, :-1], rows[:, 1:], None, np.arange(ROWS)) for rows in tokens]
+    return harness.random_batches(draw, VOCABULARY, (MICRO_BATCHES, ROWS, SEQUENCE))
 
 
 def start() -> None:
     """Makes this process a run of one rank."""
     from megalite.engine.deepspeed.process_groups import start_distributed
 
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    os.environ.update(alone)
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     start_distributed(0, timedelta(minutes=30))
 
 
@@ -190,35 +167,28 @@ def rows_of(took: dict[str, list[float]], apart: dict[str, tuple[float, float]],
     """Returns the table's rows."""
     rows = []
     for variant, seconds in took.items():
-        low, middle, high = statistics.quantiles([a / b for a, b in zip(seconds, took[NONE], strict=True)], n=4)
+        ratios = [a / b for a, b in zip(seconds, took[NONE], strict=True)]
         loss, weights = apart[variant]
         device, host = predicted_mib(variant)
-        cells = [variant, f"{1000 * statistics.median(seconds):.0f}", f"{middle:.2f} ({low:.2f} to {high:.2f})"]
+        cells = [variant, f"{1000 * statistics.median(seconds):.0f}", harness.quartiles(ratios)]
         cells += [f"{loss:.0e}", f"{weights:.0e}", f"{peaks[variant]:.0f}", f"{device:.0f}", f"{host:.0f}"]
-        rows.append(f"| {' | '.join(cells)} |")
+        rows.append(harness.row(cells))
     return rows
 
 
-def report(rows: Sequence[str], kept: tuple[float, float], rounds: int, load: tuple[float, float]) -> str:
+def report(rows: Sequence[str], kept: tuple[float, float], rounds: int, load: harness.Load) -> str:
     """Returns the results file, up to what is written by hand below it."""
-    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "deepspeed"))
-    head = [
-        "# A training step with offloading, on a CPU",
-        "",
-        f"`python -m benchmarks.offload`, {date.today()}: {cpu_name()}, {os.cpu_count()} cores, "
-        f"{packages}, Python {platform.python_version()}. Load before and after: {load[0]:.1f} and {load[1]:.1f}. "
-        f"Median of {rounds} rounds; what is compared and how: the script's docstring.",
-        "",
-        "| `offload` | ms a step | of none (quartiles) | loss differs by | weights differ by | peak MiB here | "
-        "predicted MiB on a GPU | and on its host |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    columns = ("ms a step", "of none (quartiles)", "loss differs by", "weights differ by", "peak MiB here")
+    return harness.page(
+        "A training step with offloading, on a CPU",
+        "benchmarks.offload",
+        f"{harness.machine('torch', 'deepspeed')}. {load} Median of {rounds} rounds.",
+        *harness.header("`offload`", *columns, "predicted MiB on a GPU", "and on its host"),
         *rows,
         "",
         f"Blocks keep {kept[0]:.0f} MiB for the backward pass of one micro-batch; with `offload.activations: cpu` "
         f"{kept[1]:.0f} MiB of them are on the device when the loss is computed.",
-        "",
-    ]
-    return "\n".join(head)
+    )
 
 
 def main() -> None:
@@ -229,16 +199,16 @@ def main() -> None:
     if options.peak:
         print(json.dumps(peak_mib(options.peak)))
         return
-    rounds, before = options.rounds or 5, os.getloadavg()[0]
+    rounds, load = options.rounds or 5, harness.Load()
     peaks = {}
     for variant in OPTIONS:
         command = [sys.executable, "-m", "benchmarks.offload", "--peak", variant]
         peaks[variant] = json.loads(subprocess.run(command, check=True, capture_output=True).stdout.splitlines()[-1])
     took, apart, kept = compare(rounds)
-    text = report(rows_of(took, apart, peaks), kept, rounds, (before, os.getloadavg()[0]))
+    text = report(rows_of(took, apart, peaks), kept, rounds, load)
     print(text)
     if options.rounds is None:
-        renew_page(RESULTS, text)
+        harness.renew_page(RESULTS, text)
 
 
 if __name__ == "__main__":

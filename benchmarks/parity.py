@@ -15,8 +15,8 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from pathlib import Path
 
+from benchmarks.harness import RESULTS, header, row
 from launch.parity.comparison import worst
 from launch.parity.diagnosis import LayoutResult
 from launch.parity.layout import ParityLayout
@@ -25,7 +25,6 @@ from launch.runtime.devices import cpu_count
 from megalite.config.rules.known_bad import installed_versions
 from tests.helpers.odd_sizes import DEEP_LAYOUTS, LAYOUTS, TIMEOUT_S, Case, Family, legal_cases, references_of
 
-RESULTS = Path(__file__).parent / "results"
 KINDS = {
     "loss": ("loss", "evaluation loss"),
     "norm": ("gradient norm",),
@@ -92,6 +91,7 @@ def report(results: list[tuple[ParityLayout, LayoutResult]], count: int, introdu
         rows[at.schedule, at.tp, at.pp, at.dp, at.zero, at.sequence_parallel].append(verdict)
     passed = sum(verdict.passed for _, verdict in results)
     versions = ", ".join(f"{name} {version}" for name, version in installed_versions().items())
+    axes = ("schedule", "tp", "pp", "dp", "ZeRO", "sequence parallel")
     lines = [
         *introduction,
         *EXPLANATION,
@@ -99,16 +99,14 @@ def report(results: list[tuple[ParityLayout, LayoutResult]], count: int, introdu
         f"**{passed} of {len(results)} pass**{f' ({count} were asked for)' * (len(results) < count)}. Float32 on "
         f"{cpu_count()} cores of {platform.machine()}, gloo, Python {platform.python_version()}, {versions}.",
         "",
-        "| schedule | tp | pp | dp | ZeRO | sequence parallel | pass | " + " | ".join(KINDS) + " | of the bound |",
-        "|---|---:|---:|---:|---:|---|---:|" + "---:|" * (len(KINDS) + 1),
+        *header(*axes, "pass", *KINDS, "of the bound"),
     ]
-    for (*axes, is_cut), verdicts in sorted(rows.items()):
+    for (*sizes, is_cut), verdicts in sorted(rows.items()):
         findings = [finding for verdict in verdicts for finding in verdict.deviations]
         errors = [max((f.error for f in findings if f.quantity.kind in kinds), default=0.0) for kinds in KINDS.values()]
-        cells = [*axes, "yes" if is_cut else "no", f"{sum(v.passed for v in verdicts)}/{len(verdicts)}"]
+        cells = [*sizes, "yes" if is_cut else "no", f"{sum(v.passed for v in verdicts)}/{len(verdicts)}"]
         cells += [f"{error:.0e}" for error in errors]
-        nearest = f"{worst(findings).excess:.2f}" if findings else "-"
-        lines.append(f"| {' | '.join(map(str, cells))} | {nearest} |")
+        lines.append(row([*cells, f"{worst(findings).excess:.2f}" if findings else "-"]))
     return "\n".join(lines) + "\n"
 
 

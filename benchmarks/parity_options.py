@@ -12,25 +12,20 @@ tests/ranks/megalite/engine/statistics compare layouts with each other.
 from __future__ import annotations
 
 import argparse
-import platform
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import date
-from pathlib import Path
 
-from benchmarks.results_page import renew_page
+from benchmarks import harness
 from launch.parity.comparison import worst
 from launch.parity.diagnosis import LayoutResult
 from launch.parity.layout import AUTO, ParityLayout
 from launch.parity.verify import make_plan, verify
-from launch.prediction.this_machine import cpu_name
 from megalite.config import Config, ConfigError
 from megalite.config.loading.load import load_config
 from megalite.config.rules.known_bad import installed_versions
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = Path(__file__).parent / "results" / "parity_options.md"
+RESULTS = harness.RESULTS / "parity_options.md"
 TIMEOUT_S = 300.0  # the machine may be busy
 LAYOUTS = (
     *AUTO,
@@ -81,19 +76,9 @@ def _cell(results: Sequence[LayoutResult]) -> str:
 
 def page(rows: Sequence[tuple[Sequence[str], Row, dict[str, str]]]) -> str:
     """The results file, up to what is written by hand below it."""
-    versions = ", ".join(f"{name} {version}" for name, version in installed_versions().items())
     all_results = [result for _, results, _ in rows for each in results.values() for result in each]
     passed = sum(result.passed for result in all_results)
-    lines = [
-        "# Every fast path on every layout, against transformers",
-        "",
-        f"`python -m benchmarks.parity_options`, {date.today()}: {cpu_name()}, Python {platform.python_version()}, "
-        f"{versions}. **{passed} of {len(all_results)} pass.** A cell holds, for each number format that verify runs "
-        "(float32 first), the error that came nearest to its bound, in parts of it; a letter is a refusal, below.",
-        "",
-        f"| layout | {' | '.join('<br>'.join(options) for options, _, _ in rows)} |",
-        f"|---|{'---:|' * len(rows)}",
-    ]
+    lines = harness.header("layout", *("<br>".join(options) for options, _, _ in rows))
     letters: dict[str, str] = {}
     for layout in map(_name, LAYOUTS):
         cells = []
@@ -102,9 +87,16 @@ def page(rows: Sequence[tuple[Sequence[str], Row, dict[str, str]]]) -> str:
                 cells.append(_cell(results[layout]))
             else:
                 cells.append(letters.setdefault(refused[layout], chr(ord("a") + len(letters))))
-        lines.append(f"| {layout} | {' | '.join(cells)} |")
+        lines.append(harness.row([layout, *cells]))
     lines += ["", *(f"- {letter}: {sentence}" for sentence, letter in letters.items())]
-    return "\n".join(lines) + "\n"
+    return harness.page(
+        "Every fast path on every layout, against transformers",
+        "benchmarks.parity_options",
+        f"{harness.machine(*installed_versions())}. **{passed} of {len(all_results)} pass.** A cell holds, for each "
+        "number format that verify runs (float32 first), the error that came nearest to its bound, in parts of it; a "
+        "letter is a refusal, below.",
+        *lines,
+    )
 
 
 def main() -> int:
@@ -114,10 +106,10 @@ def main() -> int:
     rows = []
     for options in OPTIONS:
         if any(asked.only in option for option in options):
-            config = load_config(ROOT / "configs" / "quickstart.yaml", options)
+            config = load_config(harness.ROOT / "configs" / "quickstart.yaml", options)
             rows.append((options, *verified(config)))
             if not asked.only:  # after each, so that a run that is stopped has a page too
-                renew_page(RESULTS, page(rows))
+                harness.renew_page(RESULTS, page(rows))
     print(page(rows))
     return 0 if all(result.passed for _, row, _ in rows for each in row.values() for result in each) else 1
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from benchmarks.harness import config_of
 from benchmarks.train_step import MODEL, SEQUENCE, peak_kib
 
 BATCH = 4  # sequences of a step
@@ -69,30 +69,22 @@ def megalite(layout: str, rank: int) -> Step:
     """A rank of a run, as launch/train.py builds it."""
     import numpy as np
 
-    from megalite.config import Config, resolve_layout
+    from megalite.config import resolve_layout
     from megalite.engine.build import build_engine
     from megalite.engine.deepspeed.process_groups import start_distributed
     from models.decoder import decoder_layers
 
     rows = {"one": BATCH, "dp2": BATCH // 2, "tp2": BATCH, "pp2": 1}[layout]
     axis = {"dp2": "data", "tp2": "tensor", "pp2": "pipeline"}.get(layout)
-    config = Config.model_validate(
-        {
-            "run_dir": tempfile.gettempdir(),
-            "model": MODEL,
-            "data": {"path": "unused"},
-            "precision": {"dtype": "fp32"},
-            "parallel": {f"{axis}_parallel_size": 2} if axis else {},
-            "optimizer": {"learning_rate": LEARNING_RATE, "betas": (0.9, 0.999), "weight_decay": 0.0},
-            "training": {
-                "global_batch_size": BATCH,
-                "micro_batch_size": rows,
-                "sequence_length": SEQUENCE,
-                "steps": 1,
-                "seed": 0,
-                "gradient_clipping": 1.0,
-            },
-        }
+    config = config_of(
+        MODEL,
+        BATCH,
+        SEQUENCE,
+        micro_batch=rows,
+        precision={"dtype": "fp32"},
+        parallel={f"{axis}_parallel_size": 2} if axis else {},
+        optimizer={"learning_rate": LEARNING_RATE, "betas": (0.9, 0.999), "weight_decay": 0.0},
+        training={"seed": 0, "gradient_clipping": 1.0},
     )
     start_distributed(local_rank=rank)
     engine = build_engine(decoder_layers(config.model), config, resolve_layout(config, ranks_of(layout), "cpu"))

@@ -24,10 +24,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import select
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -37,18 +35,15 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from benchmarks import harness
 from benchmarks.peer_sides import LAYOUTS, SIDES, ranks_of
-from benchmarks.results_page import renew_page
-from launch.prediction.this_machine import cpu_name
+from launch.runtime.local_ranks import free_port
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = Path(__file__).parent / "results" / "peers.md"
-ENVIRONMENTS = ROOT / "build" / "peers"
+RESULTS = harness.RESULTS / "peers.md"
+ENVIRONMENTS = harness.ROOT / "build" / "peers"
 PACKAGES = {"accelerate": ["accelerate"]}  # sides that are no dependency of ours
 SERVED = {"plain": LAYOUTS, "megalite": LAYOUTS, "accelerate": ("one", "dp2")}
 OURS = "megalite"
@@ -81,16 +76,13 @@ class PeerRanks:
 
     def __init__(self, side: str, layout: str, python: str) -> None:
         count = ranks_of(layout)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         inherited = ("OMP_", "GOMP_", "GLIBC_", "MALLOC_")
         shared = {key: value for key, value in os.environ.items() if not key.startswith(inherited)}
         if side == OURS:
             shared |= _launcher_environment(count)
         threads = max(1, len(os.sched_getaffinity(0)) // count)
-        shared |= {"OMP_NUM_THREADS": str(threads), "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
-        shared |= {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        shared |= {"OMP_NUM_THREADS": str(threads), "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(harness.ROOT)}
+        shared |= {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - as long as the ranks
         self._ranks = [
             subprocess.Popen(
@@ -99,7 +91,7 @@ class PeerRanks:
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
                 env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                cwd=ROOT,
+                cwd=harness.ROOT,
                 text=True,
             )
             for rank in range(count)
@@ -229,43 +221,34 @@ def rows(layout: str, taken: dict[str, list[PeerTurn]]) -> list[str]:
             f"{turns[-1].memory_mib:.0f}",
             f"{turns[-1].loss:.4f}" + (f" (differs by {differs:.1e})" if differs > SAME_LOSS else ""),
         ]
-        result.append(f"| {' | '.join(cells)} |")
+        result.append(harness.row(cells))
     return result
 
 
-def report(
-    table: Sequence[str], missing: Sequence[str], options: argparse.Namespace, loads: tuple[float, float]
-) -> str:
+def report(table: Sequence[str], missing: Sequence[str], options: argparse.Namespace, load: harness.Load) -> str:
     """Returns the page, up to what is written by hand below it."""
-    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "deepspeed", "transformers"))
-    return "\n".join(
-        [
-            "# The same Llama, megalite and others",
-            "",
-            f"`python -m benchmarks.peers`, {date.today()}: {cpu_name()}, "
-            f"{len(os.sched_getaffinity(0))} cores, {packages}, {peer_versions(options.sides)}Python "
-            f"{platform.python_version()}. Load before and after: {loads[0]:.1f} and {loads[1]:.1f}. Median of "
-            f"{options.rounds} rounds of {options.steps} steps a side; what is equal and what is not: the script's "
-            "docstring. A ratio is the other side's over megalite's: above 1, megalite needs less.",
-            "",
-            "| layout | side | ms a step | by wall time | CPU ms | by CPU time | peak MiB | last loss |",
-            "|---|---|---:|---:|---:|---:|---:|---|",
-            *table,
-            "",
-            *([f"- not measured: {one}" for one in missing] + [""] if missing else []),
-        ]
+    columns = ("ms a step", "by wall time", "CPU ms", "by CPU time", "peak MiB", "last loss")
+    return harness.page(
+        "The same Llama, megalite and others",
+        "benchmarks.peers",
+        f"{', '.join([harness.machine('torch', 'deepspeed', 'transformers'), *peer_versions(options.sides)])}. {load} "
+        f"Median of {options.rounds} rounds of {options.steps} steps a side. A ratio is the other side's over "
+        "megalite's: above 1, megalite needs less.",
+        *harness.header("layout", "side", *columns, words=2),
+        *table,
+        *(["", *(f"- not measured: {one}" for one in missing)] if missing else []),
     )
 
 
-def peer_versions(sides: Sequence[str]) -> str:
-    """Returns the versions of installed peers, each followed by a comma."""
+def peer_versions(sides: Sequence[str]) -> list[str]:
+    """Returns the names and versions of installed peers."""
     found = []
     for side in sides:
         if (ENVIRONMENTS / side / "installed").exists():
             code = f"from importlib.metadata import version; print(version({side!r}))"
             python = str(ENVIRONMENTS / side / "bin" / "python")
-            found.append(f"{side} {subprocess.check_output([python, '-c', code], text=True).strip()}, ")
-    return "".join(found)
+            found.append(f"{side} {subprocess.check_output([python, '-c', code], text=True).strip()}")
+    return found
 
 
 def say(text: str) -> None:
@@ -281,17 +264,17 @@ def main() -> None:
     options = parser.parse_args()
     if min(options.rounds, options.steps) < 1:
         parser.error("--rounds and --steps are at least 1")
-    before, table, missing = os.getloadavg()[0], [], []
+    load, table, missing = harness.Load(), [], []
     for layout in options.layouts or LAYOUTS:
         sides = [side for side in SIDES if layout in SERVED[side] and (side == OURS or side in options.sides)]
         taken, without = compare(layout, sides, options.rounds, options.steps)
         missing += without
         if OURS in taken:
             table += rows(layout, taken)
-    text = report(table, missing, options, (before, os.getloadavg()[0]))
+    text = report(table, missing, options, load)
     print(text)
     if not options.layouts and options.sides == list(SIDES):
-        renew_page(RESULTS, text)
+        harness.renew_page(RESULTS, text)
 
 
 if __name__ == "__main__":

@@ -17,21 +17,14 @@ as one), and how many lack their weight gradients at most.
 from __future__ import annotations
 
 import argparse
-import os
-import platform
-import tempfile
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import date
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
-from benchmarks.results_page import renew_page
+from benchmarks import harness
 from launch.parity.forked_ranks import run_ranks, warm_up
-from launch.prediction.this_machine import cpu_name
-from megalite.config import Config, resolve_layout
+from megalite.config import resolve_layout
 from megalite.parallel.mesh import Mesh
 from megalite.schedules.passes import PassKind
 from megalite.schedules.program import Program
@@ -39,7 +32,7 @@ from megalite.schedules.simulation import PipelineTimes, Timeline, simulate_sche
 from megalite.schedules.tables import Schedule, chunks_needed, splits_backward
 from megalite.tracing.activity import Activity, Operation
 
-RESULTS = Path(__file__).parent / "results" / "pipeline_bubble.md"
+RESULTS = harness.RESULTS / "pipeline_bubble.md"
 STAGES, MICRO_BATCHES = 4, 8
 PART_S = 0.24  # of a micro-batch's forward, its input gradient and its weight gradient, on one stage
 MOST_POINTS = 4.0  # between the measured and the simulated idle share
@@ -115,11 +108,11 @@ def _steps(rank: int, schedule: Schedule, count: int, peaks: list[int]) -> list[
     import numpy as np
     import torch.distributed as dist
 
-    from launch.parity.problem import Batch
     from megalite.engine.build import build_engine
     from models.decoder import decoder_layers
 
-    config = _config(schedule)
+    parallel = {"pipeline_parallel_size": STAGES, "pipeline_schedule": schedule.value}
+    config = harness.config_of(MODEL, MICRO_BATCHES, SEQUENCE, parallel=parallel)
     layout = resolve_layout(config, STAGES, "cpu")
     activity = SleepingActivity(Mesh.of(layout), rank, schedule)
     engine = build_engine(decoder_layers(config.model), config, layout, activity)
@@ -127,31 +120,13 @@ def _steps(rank: int, schedule: Schedule, count: int, peaks: list[int]) -> list[
     last = Operation.WEIGHT_GRADIENT if splits_backward(schedule) else Operation.BACKWARD
     steps = []
     for _ in range(count):
-        tokens = draw.integers(0, config.model.vocab_size, (MICRO_BATCHES, 1, SEQUENCE + 1))
-        batches = [Batch(row[:, :-1], row[:, 1:], None, np.zeros(1, dtype=np.int64)) for row in tokens]
+        batches = harness.random_batches(draw, config.model.vocab_size, (MICRO_BATCHES, 1, SEQUENCE))
         activity.times.clear()
         dist.barrier()
         engine.train_step(batches if engine.needs_data else [], 1e-3)
         unfinished = peak((done is Operation.FORWARD, done is last) for done, _ in activity.times)
         steps.append(RankStep(activity.times[0][1], activity.times[-1][1], peaks[-1], unfinished))
     return steps
-
-
-def _config(schedule: Schedule) -> Config:
-    return Config.model_validate(
-        {
-            "run_dir": tempfile.gettempdir(),
-            "model": MODEL,
-            "data": {"path": "unused"},
-            "parallel": {"pipeline_parallel_size": STAGES, "pipeline_schedule": schedule.value},
-            "training": {
-                "global_batch_size": MICRO_BATCHES,
-                "micro_batch_size": 1,
-                "sequence_length": SEQUENCE,
-                "steps": 1,
-            },
-        }
-    )
 
 
 def peak(events: Iterable[tuple[bool, bool]]) -> int:
@@ -200,24 +175,19 @@ def row(schedule: Schedule, ranks: list[list[RankStep]]) -> str:
         " ".join(map(str, alive)),
         " ".join(map(str, unfinished)),
     ]
-    return f"| {' | '.join(cells)} |"
+    return harness.row(cells)
 
 
-def report(table: list[str], steps: int, load: tuple[float, float]) -> str:
+def report(table: list[str], steps: int, load: harness.Load) -> str:
     """Returns the results file, up to what is written by hand below it."""
-    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "deepspeed"))
-    head = [
-        "# Idle time of pipeline schedules",
-        "",
-        f"`python -m benchmarks.pipeline_bubble`, {date.today()}: {cpu_name()}, {os.cpu_count()} cores "
-        f"for {STAGES} ranks that mostly sleep, {packages}, Python {platform.python_version()}. Load before and after: "
-        f"{load[0]:.1f} and {load[1]:.1f}. Best of {steps} steps; what is measured and how: the script's docstring.",
-        "",
-        "| schedule | table, s | measured, s | all steps | idle, table | idle, measured | points more | alive at most, "
-        "by rank | without weight gradient |",
-        "|---|---:|---:|---|---:|---:|---:|---|---|",
-    ]
-    return "\n".join([*head, *table, ""])
+    times = ("table, s", "measured, s", "all steps", "idle, table", "idle, measured", "points more")
+    return harness.page(
+        "Idle time of pipeline schedules",
+        "benchmarks.pipeline_bubble",
+        f"{harness.machine('torch', 'deepspeed')}; the {STAGES} ranks mostly sleep. {load} Best of {steps} steps.",
+        *harness.header("schedule", *times, "alive at most, by rank", "without weight gradient"),
+        *table,
+    )
 
 
 def main() -> None:
@@ -229,13 +199,13 @@ def main() -> None:
     options = parser.parse_args()
     schedules = [Schedule(options.schedule)] if options.schedule else list(Schedule)
     warm_up({"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"})
-    before = os.getloadavg()[0]
+    load = harness.Load()
     ranks = run_ranks(measure, STAGES, schedules, options.steps, timeout_s=120 + 20 * options.steps * len(schedules))
     table = [row(schedule, [rank[schedule] for rank in ranks]) for schedule in schedules]
-    text = report(table, options.steps, (before, os.getloadavg()[0]))
+    text = report(table, options.steps, load)
     print(text)
     if not options.schedule:
-        renew_page(RESULTS, text)
+        harness.renew_page(RESULTS, text)
 
 
 if __name__ == "__main__":

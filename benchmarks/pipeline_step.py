@@ -18,24 +18,23 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import dataclass
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # at run time only where results are written: a rank's process has the modules of another revision
+    from benchmarks import harness
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).parent / "results" / "pipeline_step.md"
-HERE = "here"
 MICRO_BATCHES, ROWS, SEQUENCE = 8, 2, 64
 LEARNING_RATE = 1e-3
+TIMES = ("ms before", "ms", "ratio (quartiles)", "CPU ms before", "CPU ms", "ratio (quartiles)")
 WARM_UP_STEPS = 3
 
 
@@ -77,15 +76,12 @@ class TreeRanks:
     """The ranks of one tree, which train when told to."""
 
     def __init__(self, tree: Path, case: TimedLayout) -> None:
-        from launch.runtime.local_ranks import rank_environment
+        from launch.runtime.local_ranks import free_port, rank_environment
         from megalite.config import LaunchConfig
 
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         shared = os.environ | rank_environment(LaunchConfig(), ranks=case.ranks, on_gpu=False)[0]
         shared |= {"PYTHONPATH": str(tree), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-        shared |= {"WORLD_SIZE": str(case.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        shared |= {"WORLD_SIZE": str(case.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         command = [sys.executable, str(Path(__file__)), "--case", case.name]
         self.ranks = [
             subprocess.Popen(
@@ -215,38 +211,31 @@ def compare(case: TimedLayout, other: Path, rounds: int, steps: int) -> tuple[li
 
 def row(case: TimedLayout, mine: list[RanksTurn], others: list[RanksTurn]) -> str:
     """Returns the table's row of a case."""
+    from benchmarks import harness
+
     cells = [case.name]
     for field in ("wall_s", "cpu_s"):
         ratios = [getattr(a, field) / getattr(b, field) for a, b in zip(mine, others, strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
         medians = [1000 * statistics.median(getattr(turn, field) for turn in turns) for turns in (others, mine)]
-        cells += [f"{medians[0]:.1f}", f"{medians[1]:.1f}", f"{middle:.3f} ({low:.2f} to {high:.2f})"]
+        cells += [f"{medians[0]:.1f}", f"{medians[1]:.1f}", harness.quartiles(ratios, 3)]
     peaks = [turns[-1].memory_mib for turns in (others, mine)]
     cells += [f"{peaks[0]:.0f}", f"{peaks[1]:.0f}", f"{peaks[1] / peaks[0]:.3f}"]
     cells.append(f"{abs(mine[-1].loss - others[-1].loss):.1e}")
-    return f"| {' | '.join(cells)} |"
+    return harness.row(cells)
 
 
-def report(table: list[str], options: argparse.Namespace, load: tuple[float, float]) -> str:
+def report(table: list[str], options: argparse.Namespace, load: harness.Load) -> str:
     """Returns the results file, up to what is written by hand below it."""
-    model = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "")
-    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "deepspeed"))
-    head = [
-        "# A pipelined training step, against the revision before",
-        "",
-        f"`python -m benchmarks.pipeline_step {options.revision}`, {date.today()}: {model.partition(': ')[2]}, "
-        f"{os.cpu_count()} cores, {packages}, Python {platform.python_version()}. Load before and after: "
-        f"{load[0]:.1f} and {load[1]:.1f}. Median of {options.rounds} rounds of {options.steps} steps a side; what is "
-        "compared and how: the script's docstring.",
-        "",
-        "| case | ms before | ms | ratio (quartiles) | CPU ms before | CPU ms | ratio (quartiles) | peak MiB before | "
-        "peak MiB | ratio | losses differ by |",
-        "|---|---:|---:|---|---:|---:|---|---:|---:|---:|---:|",
-    ]
-    return "\n".join([*head, *table, ""])
+    from benchmarks import harness
 
-
-BY_HAND = "\n<!-- below: written by hand, kept when the table is renewed -->\n"
+    return harness.page(
+        "A pipelined training step, against the revision before",
+        f"benchmarks.pipeline_step {options.revision}",
+        f"{harness.machine('torch', 'deepspeed')}. {load} Median of {options.rounds} rounds of {options.steps} steps a "
+        "side.",
+        *harness.header("case", *TIMES, "peak MiB before", "peak MiB", "ratio", "losses differ by"),
+        *table,
+    )
 
 
 def main() -> None:
@@ -260,24 +249,18 @@ def main() -> None:
     if options.case:
         serve(next(case for case in CASES if case.name == options.case))
         return
-    before = os.getloadavg()[0]
-    table = []
-    with tempfile.TemporaryDirectory() as temporary:
-        other = Path(temporary) / "other"
-        git = ["git", "-C", str(ROOT), "worktree"]
-        subprocess.run([*git, "add", "--detach", "--quiet", str(other), options.revision], check=True)
-        try:
-            for case in CASES:
-                if options.only in (None, case.name):
-                    table.append(row(case, *compare(case, other, options.rounds, options.steps)))
-                    print(table[-1], flush=True)
-        finally:
-            subprocess.run([*git, "remove", "--force", str(other)], check=True)
-    text = report(table, options, (before, os.getloadavg()[0]))
+    from benchmarks import harness
+
+    load, table = harness.Load(), []
+    with harness.tree_of(options.revision) as other:
+        for case in CASES:
+            if options.only in (None, case.name):
+                table.append(row(case, *compare(case, other, options.rounds, options.steps)))
+                print(table[-1], flush=True)
+    text = report(table, options, load)
     print(text)
     if not options.only:
-        notes = RESULTS.read_text().partition(BY_HAND)[2] if RESULTS.exists() else ""
-        RESULTS.write_text(text + BY_HAND + notes)
+        harness.renew_page(RESULTS, text)
 
 
 if __name__ == "__main__":

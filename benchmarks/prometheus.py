@@ -1,7 +1,7 @@
 """CPU time of Prometheus's metrics: a scrape at 4, 64 and 1,024 ranks, and the training thread's share.
 
-    python benchmarks/prometheus.py               # writes benchmarks/results/prometheus.md
-    python benchmarks/prometheus.py --rounds 5    # a look, printed only
+    python -m benchmarks.prometheus               # writes benchmarks/results/prometheus.md
+    python -m benchmarks.prometheus --rounds 5    # a look, printed only
 
 No ranks are started: an exporter is given records and breakdowns of runs with so many ranks, 8 pipeline stages and all
 kinds of communication, which are more series than a run has. A scrape is what the server does for one request without
@@ -13,26 +13,22 @@ Medians of the rounds.
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import tempfile
 import threading
 import time
-from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
-RESULTS = Path(__file__).parent / "results" / "prometheus.md"
-MARK = "<!-- below: written by hand, kept when the table is renewed -->"
+from benchmarks import harness
+
+RESULTS = harness.RESULTS / "prometheus.md"
 RANKS = (4, 64, 1024)
 STAGES = 8
 SCRAPES_PER_S = 50
 
 
-@dataclass(frozen=True)
-class ScrapeCost:
+class ScrapeCost(NamedTuple):
     """Milliseconds of CPU time, and kilobytes."""
 
     ranks: int
@@ -48,7 +44,7 @@ def exporter_of(run_dir: Path) -> tuple[Any, Any]:
 
     from prometheus_client import CollectorRegistry
 
-    from megalite.config import Config, resolve_layout
+    from megalite.config import resolve_layout
     from megalite.monitor.goodput import Goodput
     from megalite.monitor.observer import Nonfatal
     from megalite.monitor.prometheus.exporter import PrometheusExporter
@@ -61,10 +57,7 @@ def exporter_of(run_dir: Path) -> tuple[Any, Any]:
         "num_attention_heads": 4,
         "max_position_embeddings": 64,
     }
-    sizes = {"global_batch_size": 4, "micro_batch_size": 2, "sequence_length": 32, "steps": 1000}
-    config = Config.model_validate(
-        {"run_dir": str(run_dir), "model": model, "data": {"path": "none"}, "training": sizes}
-    )
+    config = harness.config_of(model, 4, 32, micro_batch=2, steps=1000, run_dir=str(run_dir))
     host: Any = SimpleNamespace(registry=CollectorRegistry(), gpus=None)
     goodput = Goodput(run_dir, 0, lambda *_, **__: None)
     exporter = PrometheusExporter(config, resolve_layout(config, 1, "cpu"), 0, host, goodput, Nonfatal(print))
@@ -142,27 +135,20 @@ def measure(ranks: int, rounds: int) -> ScrapeCost:
     return ScrapeCost(ranks, 1e3 * median(scrapes), size / 1e3, 1e3 * median(steps[-rounds:]), 1e3 * median(beside))
 
 
-def page(costs: list[ScrapeCost], rounds: int) -> str:
+def page(costs: list[ScrapeCost], rounds: int, load: harness.Load) -> str:
     """Returns the page of results."""
-    from importlib.metadata import version
-
-    lines = [
-        "# What Prometheus's metrics cost",
-        "",
-        f"`python benchmarks/prometheus.py`, {date.today()}: {platform.machine()}, {os.cpu_count()} cores, "
-        f"prometheus-client {version('prometheus-client')}, Python {platform.python_version()}. "
-        f"Load after: {os.getloadavg()[0]:.1f}. Medians of {rounds} rounds, CPU time; what is measured and how: the "
-        "script's docstring.",
-        "",
-        f"| ranks | ms a scrape | kB a scrape | ms a step | ms a step beside {SCRAPES_PER_S} scrapes/s |",
-        "|---:|---:|---:|---:|---:|",
+    beside = f"ms a step beside {SCRAPES_PER_S} scrapes/s"
+    rows = [
+        (f"{ranks:,}", f"{scrape_ms:.1f}", f"{kilobytes:.0f}", f"{step_ms:.2f}", f"{beside_ms:.2f}")
+        for ranks, scrape_ms, kilobytes, step_ms, beside_ms in costs
     ]
-    for one in costs:
-        lines.append(
-            f"| {one.ranks:,} | {one.scrape_ms:.1f} | {one.kilobytes:.0f} | {one.step_ms:.2f} | "
-            f"{one.step_beside_scrapes_ms:.2f} |"
-        )
-    return "\n".join([*lines, "", MARK, ""])
+    return harness.page(
+        "What Prometheus's metrics cost",
+        "benchmarks.prometheus",
+        f"{harness.machine('prometheus-client')}. {load} Medians of {rounds} rounds, CPU time.",
+        *harness.header("ranks", "ms a scrape", "kB a scrape", "ms a step", beside, words=0),
+        *map(harness.row, rows),
+    )
 
 
 def main() -> None:
@@ -170,11 +156,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, help="fewer rounds; the page is printed only")
     rounds = parser.parse_args().rounds
-    text = page([measure(ranks, rounds or 200) for ranks in RANKS], rounds or 200)
+    load = harness.Load()
+    text = page([measure(ranks, rounds or 200) for ranks in RANKS], rounds or 200, load)
     print(text)
     if rounds is None:
-        by_hand = RESULTS.read_text().partition(MARK)[2].lstrip("\n") if RESULTS.is_file() else ""
-        RESULTS.write_text(text + ("\n" + by_hand if by_hand else ""))
+        harness.renew_page(RESULTS, text)
 
 
 if __name__ == "__main__":

@@ -14,19 +14,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import subprocess
 import sys
 import tempfile
 import time
-from datetime import date
 from pathlib import Path
 
-from benchmarks.results_page import renew_page
+from benchmarks import harness
 from megalite.monitor.prometheus.totals import COUNTED_UP_TO, SHOWN, keep_shown
 
-RESULTS = Path(__file__).parent / "results" / "records.md"
+RESULTS = harness.RESULTS / "records.md"
 SIZES, LINES = (1_000, 100_000, 1_000_000), (529, 940)
 SAVED_EVERY, AFTER_THE_SAVE = 1_000, 40
 BEGAN = 1.7e9
@@ -129,9 +126,8 @@ def rows(most: int) -> list[str]:
                     known.append(f"{seconds:.2f} s, {mebibytes:.0f} MiB")
     head = [f"{steps:,} steps of {size} bytes" for size in LINES for steps in sizes]
     return [
-        f"| | {' | '.join(head)} |",
-        f"|---|{'---:|' * len(head)}",
-        *(f"| {action} | {' | '.join(known)} |" for action, known in cells.items()),
+        *harness.header("", *head),
+        *(harness.row([action, *known]) for action, known in cells.items()),
     ]
 
 
@@ -140,26 +136,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--most", type=int, default=SIZES[-1], help="steps of the longest run")
     options = parser.parse_args()
-    before, began = os.getloadavg()[0], time.monotonic()
+    load, began = harness.Load(), time.monotonic()
     table = rows(options.most)
-    model = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "")
-    text = "\n".join(
-        [
-            "# What a long life costs",
-            "",
-            f"`python -m benchmarks.records`, {date.today()}: {model.partition(': ')[2]}, {os.cpu_count()} cores, "
-            f"Python {platform.python_version()}. Load before and after: {before:.1f} and {os.getloadavg()[0]:.1f}; "
-            f"{time.monotonic() - began:.0f} s in all. Processor time and growth of the peak of resident memory; what "
-            "is measured and how: the script's docstring.",
-            "",
-            *table,
-            "",
-        ]
+    text = harness.page(
+        "What a long life costs",
+        "benchmarks.records",
+        f"{harness.machine()}. {load} {time.monotonic() - began:.0f} s in all. Processor time and growth of the peak "
+        "of resident memory.",
+        *table,
     )
     if options.most < SIZES[-1]:
         print(text)
     else:
-        renew_page(RESULTS, text)
+        harness.renew_page(RESULTS, text)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from benchmarks.harness import ROOT, tree_of
+
 CONFIG = "configs/quickstart.yaml"
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "tp2 pp2 dp2": (),
@@ -109,15 +110,8 @@ def main() -> int:
     parser.add_argument("revision", help="revision to compare with, as in HEAD~1")
     parser.add_argument("--keep", type=Path, help="folder for the runs; default: a temporary one")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = arguments.keep or Path(temporary)
-        other = Path(temporary) / "other"
-        git = ["git", "-C", str(ROOT), "worktree"]
-        subprocess.run([*git, "add", "--detach", "--quiet", str(other), arguments.revision], check=True)
-        try:
-            differences = compare(ROOT, other, folder.resolve())
-        finally:
-            subprocess.run([*git, "remove", "--force", str(other)], check=True)
+    with tree_of(arguments.revision) as other, tempfile.TemporaryDirectory() as temporary:
+        differences = compare(ROOT, other, (arguments.keep or Path(temporary)).resolve())
     print("\n".join(differences) or f"equal to {arguments.revision} on {len(LAYOUTS)} layouts, bit for bit")
     return bool(differences)
 

@@ -1,7 +1,7 @@
 """Cost of `training.self_check_every`: the check beside the step that it is part of, in the same processes.
 
-    python benchmarks/self_check.py                          # writes benchmarks/results/self_check.md
-    python benchmarks/self_check.py --dtype bf16 --rounds 3  # a look, printed only
+    python -m benchmarks.self_check                          # writes benchmarks/results/self_check.md
+    python -m benchmarks.self_check --dtype bf16 --rounds 3  # a look, printed only
 
 Shape: Llama, hidden 512, 10 layers, 8 heads, ffn 1408, vocab 16384 (49 million parameters); two data-parallel ranks
 with one core each, one sequence of 256 tokens a rank, ZeRO-1: a short step, which makes the check look expensive.
@@ -16,19 +16,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 
-RESULTS = Path(__file__).parent / "results" / "self_check.md"
+from benchmarks import harness
+
+RESULTS = harness.RESULTS / "self_check.md"
 MODEL = {
     "vocab_size": 16384,
     "hidden_size": 512,
@@ -53,39 +51,23 @@ class Round:
 
 def train_rank(dtype: str, rounds: int) -> list[Round]:
     """One rank: the same steps as a run's, the check as the loop makes it."""
-    from types import SimpleNamespace
-
     import numpy as np
 
-    from megalite.config import Config, resolve_layout
+    from megalite.config import resolve_layout
     from megalite.engine.build import build_engine
     from megalite.engine.deepspeed.process_groups import start_distributed
     from megalite.resilience.replica_check import SelfCheck
     from models.decoder import decoder_layers
 
-    config = Config.model_validate(
-        {
-            "run_dir": tempfile.gettempdir(),
-            "model": MODEL,
-            "data": {"path": "unused"},
-            "precision": {"dtype": dtype},
-            "training": {
-                "global_batch_size": RANKS,
-                "micro_batch_size": 1,
-                "sequence_length": SEQUENCE,
-                "steps": 1,
-            },
-        }
-    )
+    config = harness.config_of(MODEL, RANKS, SEQUENCE, precision={"dtype": dtype})
     start_distributed(local_rank=0)
     engine = build_engine(decoder_layers(config.model), config, resolve_layout(config, RANKS, "cpu"))
     check = SelfCheck(engine)
     draw = np.random.default_rng(engine.coordinate.data_rank)
 
     def step() -> None:
-        tokens = draw.integers(0, MODEL["vocab_size"], (1, SEQUENCE + 1))
-        batch = SimpleNamespace(tokens=tokens[:, :-1].copy(), targets=tokens[:, 1:].copy(), positions=None)
-        float(engine.train_step([batch], 1e-4).loss)
+        batches = harness.random_batches(draw, MODEL["vocab_size"], (1, 1, SEQUENCE))
+        float(engine.train_step(batches, 1e-4).loss)
 
     for _ in range(WARM_UP_STEPS):
         step()
@@ -104,19 +86,19 @@ def train_rank(dtype: str, rounds: int) -> list[Round]:
 
 def measure(dtype: str, rounds: int) -> list[Round]:
     """Rank 0's rounds of a run of two ranks, in the environment that `megalite train` gives them."""
-    from launch.runtime.local_ranks import rank_environment
+    from launch.runtime.local_ranks import free_port, rank_environment
     from megalite.config import LaunchConfig
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = rank_environment(LaunchConfig(), ranks=RANKS, on_gpu=False)[0]
-    shared |= {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "DS_ACCELERATOR": "cpu"}
+    shared = rank_environment(LaunchConfig(), ranks=RANKS, on_gpu=False)[0] | {"DS_ACCELERATOR": "cpu"}
+    shared |= {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "rounds.json"
-        command = [sys.executable, __file__, "--dtype", dtype, "--rounds", str(rounds), "--answer", str(answer)]
+        command = [sys.executable, "-m", "benchmarks.self_check", "--dtype", dtype, "--rounds", str(rounds)]
+        command += ["--answer", str(answer)]
         ranks = [
-            subprocess.Popen(command, env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+            subprocess.Popen(
+                command, env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, cwd=harness.ROOT
+            )
             for rank in range(RANKS)
         ]
         if any([rank.wait() for rank in ranks]):
@@ -138,29 +120,19 @@ def row(dtype: str, rounds: list[Round]) -> str:
         f"{100 * ratio / EVERY:.2f} %",
         f"{100 * longer / EVERY:.2f} %",
     ]
-    return f"| {' | '.join(cells)} |"
+    return harness.row(cells)
 
 
-def report(table: list[str], rounds: int, load: tuple[float, float]) -> str:
+def report(table: list[str], rounds: int, load: harness.Load) -> str:
     """The results file, up to what is written by hand below it."""
-    model = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "")
-    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "deepspeed"))
-    head = [
-        "# What the self-check costs",
-        "",
-        f"`python benchmarks/self_check.py`, {date.today()}: {model.partition(': ')[2]}, {os.cpu_count()} cores for "
-        f"{RANKS} ranks, {packages}, Python {platform.python_version()}. Load before and after: {load[0]:.1f} and "
-        f"{load[1]:.1f} (the ranks make 2). Median of {rounds} rounds; what is measured and how: the script's "
-        "docstring.",
-        "",
-        "| dtype | ms a step | ms a step with check | ms a check | check / step | "
-        f"share at every={EVERY} | by the longer step |",
-        "|---|---:|---:|---:|---:|---:|---:|",
-    ]
-    return "\n".join([*head, *table, ""])
-
-
-BY_HAND = "\n<!-- below: written by hand, kept when the table is renewed -->\n"
+    ratios = ("check / step", f"share at every={EVERY}", "by the longer step")
+    return harness.page(
+        "What the self-check costs",
+        "benchmarks.self_check",
+        f"{harness.machine('torch', 'deepspeed')}. {load} The {RANKS} ranks make 2 of it. Median of {rounds} rounds.",
+        *harness.header("dtype", "ms a step", "ms a step with check", "ms a check", *ratios),
+        *table,
+    )
 
 
 def main() -> None:
@@ -174,14 +146,13 @@ def main() -> None:
         if os.environ["RANK"] == "0":
             options.answer.write_text(json.dumps([asdict(r) for r in taken]))
         return
-    before = os.getloadavg()[0]
+    load = harness.Load()
     dtypes = [options.dtype] if options.dtype else ["fp32", "bf16"]
     table = [row(dtype, measure(dtype, options.rounds)) for dtype in dtypes]
-    text = report(table, options.rounds, (before, os.getloadavg()[0]))
+    text = report(table, options.rounds, load)
     print(text)
     if not options.dtype:
-        notes = RESULTS.read_text().partition(BY_HAND)[2] if RESULTS.exists() else ""
-        RESULTS.write_text(text + BY_HAND + notes)
+        harness.renew_page(RESULTS, text)
 
 
 if __name__ == "__main__":

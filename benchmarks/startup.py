@@ -16,26 +16,21 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
 import yaml
 
-from benchmarks.results_page import renew_page
+from benchmarks import harness
 from benchmarks.traced_start import MARKS
-from launch.prediction.this_machine import cpu_name
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "startup.md"
+ROOT, RESULTS = harness.ROOT, harness.RESULTS / "startup.md"
 TRACE = ROOT / "benchmarks" / "traced_start.py"
 LEAST_PAIRS = 4  # of which quartiles are told
 EVERYTHING, FIRST_RUN = "everything", "everything, first run"
@@ -132,25 +127,21 @@ def rows(other: list[Start], mine: list[Start], is_quiet: bool) -> list[str]:
             # inclusive: no quartile is beyond what was measured
             low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if is_told else (0.0, 0.0, 0.0)
             cells.append(f"{middle:.2f} ({low:.2f} to {high:.2f})" if is_told else "")
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(harness.row(cells))
     return lines
 
 
-def report(table: Sequence[str], options: argparse.Namespace, load: tuple[float, float]) -> str:
+def report(table: Sequence[str], options: argparse.Namespace, load: harness.Load) -> str:
     """The results file, up to what is written by hand below it."""
-    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "deepspeed"))
-    head = [
-        "# From the command to the first step",
-        "",
-        f"`python -m benchmarks.startup {options.revision} --rounds {options.rounds} --write`, {date.today()}: "
-        f"{cpu_name()}, {os.cpu_count()} cores, {packages}, Python {platform.python_version()}. Load "
-        f"before and after: {load[0]:.1f} and {load[1]:.1f}; above the number of cores wall times say nothing and "
-        "are left out. What is measured and how: the script's docstring.",
-        "",
-        "| part | CPU s before | CPU s | ratio (quartiles) | wall s before | wall s | ratio (quartiles) |",
-        "|---|---:|---:|---|---:|---:|---|",
-    ]
-    return "\n".join([*head, *table, ""])
+    times = ("CPU s before", "CPU s", "ratio (quartiles)", "wall s before", "wall s", "ratio (quartiles)")
+    return harness.page(
+        "From the command to the first step",
+        f"benchmarks.startup {options.revision} --rounds {options.rounds} --write",
+        f"{harness.machine('torch', 'deepspeed')}. {load} Above the number of cores wall times say nothing and are "
+        "left out.",
+        *harness.header("part", *times),
+        *table,
+    )
 
 
 def main() -> None:
@@ -159,20 +150,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7, help="rounds in which both trees have their turn")
     parser.add_argument("--write", action="store_true", help="write the results file")
     options = parser.parse_args()
-    before = os.getloadavg()[0]
-    with tempfile.TemporaryDirectory() as temporary:
-        other = Path(temporary) / "other"
-        git = ["git", "-C", str(ROOT), "worktree"]
-        subprocess.run([*git, "add", "--detach", "--quiet", str(other), options.revision], check=True)
-        try:
-            taken = measure((other, ROOT), Path(temporary), options.rounds)
-        finally:
-            subprocess.run([*git, "remove", "--force", str(other)], check=True)
-    load = before, os.getloadavg()[0]
-    text = report(rows(*taken, is_quiet=max(load) <= (os.cpu_count() or 1)), options, load)
+    load = harness.Load()
+    with harness.tree_of(options.revision) as other, tempfile.TemporaryDirectory() as temporary:
+        taken = measure((other, ROOT), Path(temporary), options.rounds)
+    is_quiet = max(load.before, os.getloadavg()[0]) <= (os.cpu_count() or 1)
+    text = report(rows(*taken, is_quiet), options, load)
     print(text)
     if options.write:
-        renew_page(RESULTS, text)
+        harness.renew_page(RESULTS, text)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Cost of the record that every rank keeps of its steps (megalite/monitor/steps), in processor time.
 
-    python benchmarks/step_record.py             # writes benchmarks/results/step_record.md
-    python benchmarks/step_record.py --turns 4   # a look, printed only
+    python -m benchmarks.step_record             # writes benchmarks/results/step_record.md
+    python -m benchmarks.step_record --turns 4   # a look, printed only
 
 Shape: Llama, hidden 256, 4 layers, 4 heads, ffn 704, vocab 2048, 8 sequences of 128 tokens a step, fp32; two ranks of
 one thread each, once as tp=2, which has the most collectives, and once as pp=2 with 8 micro-batches, which has the most
@@ -15,20 +15,15 @@ of the single costs, the least of 15 loops on rank 0, and of the median end of a
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
-from datetime import date
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks import harness
 from launch.parity.forked_ranks import run_ranks, warm_up
 
-RESULTS = Path(__file__).parent / "results" / "step_record.md"
+RESULTS = harness.RESULTS / "step_record.md"
 MODEL = {
     "vocab_size": 2048,
     "hidden_size": 256,
@@ -68,39 +63,21 @@ class RecordCosts(NamedTuple):
 
 def measure(rank: int, parallel: dict[str, int], micro_batch: int, turns: int) -> RecordCosts:
     """One rank: turns of steps with and without the record, in pairs, then single costs."""
-    from types import SimpleNamespace
-
     import numpy as np
 
-    from megalite.config import Config, resolve_layout
+    from megalite.config import resolve_layout
     from megalite.engine.build import build_engine
     from megalite.monitor.steps.recorder import StepRecorder
     from megalite.resilience.stop_requests import StopRequests
     from megalite.tracing.activity import Operation, Phase
     from models.decoder import decoder_layers
 
-    config = Config.model_validate(
-        {
-            "run_dir": tempfile.gettempdir(),
-            "model": MODEL,
-            "data": {"path": "unused"},
-            "parallel": parallel,
-            "monitor": {"timeline": {"ranks": []}},
-            "training": {
-                "global_batch_size": BATCH,
-                "micro_batch_size": micro_batch,
-                "sequence_length": SEQUENCE,
-                "steps": 1_000_000,
-            },
-        }
-    )
+    options = {"parallel": parallel, "monitor": {"timeline": {"ranks": []}}}
+    config = harness.config_of(MODEL, BATCH, SEQUENCE, micro_batch=micro_batch, steps=1_000_000, **options)
     engine = build_engine(decoder_layers(config.model), config, resolve_layout(config, 2, "cpu"))
     requests, activity = StopRequests(None, 0.0), engine.activity
-    tokens = np.random.default_rng(1).integers(0, MODEL["vocab_size"], (BATCH, SEQUENCE + 1))
-    batches = [
-        SimpleNamespace(tokens=rows[:, :-1].copy(), targets=rows[:, 1:].copy(), positions=None, sample_ids=None)
-        for rows in np.split(tokens, BATCH // micro_batch)
-    ]
+    shape = BATCH // micro_batch, micro_batch, SEQUENCE
+    batches = harness.random_batches(np.random.default_rng(1), MODEL["vocab_size"], shape)
     number, sizes, ends = 1_000_000, [], []  # no power of ten, whose timeline would be kept
 
     def steps(recorder: StepRecorder | None) -> TimedTurn:
@@ -163,7 +140,6 @@ def row(layout: str, ranks: list[RecordCosts]) -> str:
     bare = [sum(turn.cpu_s for turn in pair) for pair in zip(*(costs.bare for costs in ranks), strict=True)]
     recorded = [sum(turn.cpu_s for turn in pair) for pair in zip(*(costs.recorded for costs in ranks), strict=True)]
     ratios = [with_record / without - 1 for with_record, without in zip(recorded, bare, strict=True)]
-    low, middle, high = (100 * quartile for quartile in statistics.quantiles(ratios, n=4))
     counted = first.records * (first.taped_note_s - first.note_s) + first.collectives * first.metered_s + first.end_s
     cells = [
         layout,
@@ -172,55 +148,41 @@ def row(layout: str, ranks: list[RecordCosts]) -> str:
         f"{first.records} + {first.collectives}",
         f"{1000 * first.end_s:.2f}",
         f"{100 * counted / (statistics.median(bare) / len(ranks)):.2f} %",
-        f"{middle:+.2f} % ({low:+.1f} to {high:+.1f})",
+        f"{harness.quartiles([100 * ratio for ratio in ratios])} %",
     ]
-    return f"| {' | '.join(cells)} |"
+    return harness.row(cells)
 
 
-def report(measured: dict[str, list[RecordCosts]], turns: int, load: tuple[float, float]) -> str:
+def report(measured: dict[str, list[RecordCosts]], turns: int, load: harness.Load) -> str:
     """The results file, up to what is written by hand below it."""
-    model = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "")
-    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "deepspeed"))
     least = [min(values) for values in zip(*(ranks[0][-3:] for ranks in measured.values()), strict=True)]
-    return "\n".join(
-        [
-            "# What the record of steps costs",
-            "",
-            f"`python benchmarks/step_record.py`, {date.today()}: {model.partition(': ')[2]}, {os.cpu_count()} cores "
-            f"for 2 ranks, {packages}, Python {platform.python_version()}. Load before and after: {load[0]:.1f} and "
-            f"{load[1]:.1f} (the ranks make 2). {turns} pairs of turns; what is measured and how: the script's "
-            "docstring.",
-            "",
-            "| layout | ms a step | ms of processor a rank | records + collectives a step | ms for a step's end | "
-            "counted share | processor time more with the record: median (quartiles) |",
-            "|---|---:|---:|---:|---:|---:|---:|",
-            *(row(layout, ranks) for layout, ranks in measured.items()),
-            "",
-            f"A record takes {1e6 * least[0]:.2f} us, on a tape {1e6 * least[1]:.2f} us; the meter adds "
-            f"{1e6 * least[2]:.2f} us to a collective.",
-            "",
-        ]
+    columns = ("ms a step", "ms of processor a rank", "records + collectives a step", "ms for a step's end")
+    return harness.page(
+        "What the record of steps costs",
+        "benchmarks.step_record",
+        f"{harness.machine('torch', 'deepspeed')}. {load} The 2 ranks make 2 of it. {turns} pairs of turns.",
+        *harness.header("layout", *columns, "counted share", "processor time more with the record: median (quartiles)"),
+        *(row(layout, ranks) for layout, ranks in measured.items()),
+        "",
+        f"A record takes {1e6 * least[0]:.2f} us, on a tape {1e6 * least[1]:.2f} us; the meter adds "
+        f"{1e6 * least[2]:.2f} us to a collective.",
     )
-
-
-BY_HAND = "\n<!-- below: written by hand, kept when the table is renewed -->\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, help="pairs of turns; the results file stays")
     options = parser.parse_args()
-    before, turns = os.getloadavg()[0], options.turns or 40
+    load, turns = harness.Load(), options.turns or 40
     warm_up({"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"})
     measured = {
         layout: run_ranks(measure, 2, parallel, size, turns, timeout_s=3600)
         for layout, (parallel, size) in LAYOUTS.items()
     }
-    text = report(measured, turns, (before, os.getloadavg()[0]))
+    text = report(measured, turns, load)
     print(text)
     if options.turns is None:
-        notes = RESULTS.read_text().partition(BY_HAND)[2] if RESULTS.exists() else ""
-        RESULTS.write_text(text + BY_HAND + notes)
+        harness.renew_page(RESULTS, text)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """One training step, megalite against a plain PyTorch loop: time, CPU time and peak memory, as ratios of one run.
 
-    python benchmarks/train_step.py                         # both precisions; writes benchmarks/results/train_step.md
-    python benchmarks/train_step.py --dtype bf16 --turns 5  # a look, printed only
-    python benchmarks/train_step.py --against HEAD~1        # this checkout and a revision of it; printed only
+    python -m benchmarks.train_step                         # both precisions; writes benchmarks/results/train_step.md
+    python -m benchmarks.train_step --dtype bf16 --turns 5  # a look, printed only
+    python -m benchmarks.train_step --against HEAD~1        # this checkout and a revision of it; printed only
 
 Shape: Llama, hidden 384, 8 layers, 6 heads, 2 kv heads, ffn 1024, vocab 8192; 4 sequences of 256 tokens a step. One
 process and all cores this process may use, per side:
@@ -32,11 +32,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -260,22 +257,12 @@ def least_ratio(before: list[Turn], here: list[Turn]) -> float:
     )
 
 
-@contextmanager
-def worktree(revision: str) -> Iterator[Path]:
-    """A checkout of a revision of this repository, for as long as it is used."""
-    with tempfile.TemporaryDirectory() as temporary:
-        tree, git = Path(temporary) / "tree", ["git", "-C", str(ROOT), "worktree"]
-        subprocess.run([*git, "add", "--detach", "--quiet", str(tree), revision], check=True)
-        try:
-            yield tree
-        finally:
-            subprocess.run([*git, "remove", "--force", str(tree)], check=True)
-
-
 def against(revision: str, dtypes: list[str], options: argparse.Namespace, threads: int) -> bool:
     """Prints this checkout beside a revision of it; returns whether it is nowhere slower."""
+    from benchmarks.harness import tree_of
+
     least = []
-    with worktree(revision) as tree:
+    with tree_of(revision) as tree:
         for dtype in dtypes:
             taken = compare(dtype, options.turns, options.steps, threads, {BEFORE: tree, "megalite": ROOT})
             print("\n".join(rows(dtype, taken)), flush=True)
@@ -286,22 +273,16 @@ def against(revision: str, dtypes: list[str], options: argparse.Namespace, threa
 
 def report(table: list[str], turns: int, steps: int, threads: int) -> str:
     """The results file, up to what is written by hand below it."""
-    model = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "")
-    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "deepspeed", "transformers"))
-    head = [
-        "# One training step: megalite against a plain PyTorch loop",
-        "",
-        f"`python benchmarks/train_step.py`, {date.today()}: {model.partition(': ')[2]}, {threads} threads, "
-        f"{packages}, Python {platform.python_version()}, glibc {platform.libc_ver()[1]}. Median of {turns} rounds of "
-        f"{steps} steps a side; what is compared and how: the script's docstring.",
-        "",
-        "| dtype | side | ms a step | speed | CPU ms | by CPU time | peak MiB | last loss |",
-        "|---|---|---:|---:|---:|---:|---:|---:|",
-    ]
-    return "\n".join([*head, *table, ""])
+    from benchmarks.harness import header, machine, page
 
-
-BY_HAND = "\n<!-- below: written by hand, kept when the table is renewed -->\n"
+    return page(
+        "One training step: megalite against a plain PyTorch loop",
+        "benchmarks.train_step",
+        f"{machine('torch', 'deepspeed', 'transformers')}, glibc {platform.libc_ver()[1]}. {threads} threads; median "
+        f"of {turns} rounds of {steps} steps a side.",
+        *header("dtype", "side", "ms a step", "speed", "CPU ms", "by CPU time", "peak MiB", "last loss", words=2),
+        *table,
+    )
 
 
 def main() -> None:
@@ -325,8 +306,9 @@ def main() -> None:
     text = report(table, options.turns, options.steps, threads)
     print(text)
     if not options.dtype:
-        notes = RESULTS.read_text().partition(BY_HAND)[2] if RESULTS.exists() else ""
-        RESULTS.write_text(text + BY_HAND + notes)
+        from benchmarks.harness import renew_page
+
+        renew_page(RESULTS, text)
 
 
 if __name__ == "__main__":

@@ -26,29 +26,26 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import statistics
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from benchmarks import harness
 from benchmarks.checkpoint.memory import memory_table
 from benchmarks.checkpoint.ranks import (
     Trainer,
     Turn,
-    header,
     manifest,
     ranks_turns,
     settle,
-    spread,
     succeeded,
     together,
 )
+from benchmarks.harness import header, spread
 from launch.parity.forked_ranks import warm_up
 from launch.runtime.local_ranks import rank_environment
 from megalite.config import LaunchConfig
@@ -56,7 +53,7 @@ from megalite.config import LaunchConfig
 if TYPE_CHECKING:
     from megalite.checkpoint.saver import Saved
 
-RESULTS = Path(__file__).parents[1] / "results" / "checkpoint.md"
+RESULTS = harness.RESULTS / "checkpoint.md"
 MODEL = {
     "vocab_size": 16384,
     "hidden_size": 768,
@@ -121,7 +118,7 @@ def everywhere(ended: list[Saved]) -> bool:
 def background_table(root: Path, repetitions: int) -> list[str]:
     head = ["ranks", "save", "blocked s", "waiting save s", "blocked / waiting save", "total s"]
     head += ["step meanwhile / quiet step", "quiet step s", "lost s", "lost / waiting save"]
-    rows = header(head)
+    rows = header(*head)
     for ranks in (1, 2):
         turns: dict[str, list[Turn]] = {"first, nothing mapped": [], "first, prepared": [], "later": []}
         for _ in range(repetitions):
@@ -144,7 +141,7 @@ def background_table(root: Path, repetitions: int) -> list[str]:
                 spread([turn["lost_s"] for turn in own]),
                 spread([turn["lost_s"] / turn["waiting_s"] for turn in own]),
             ]
-            rows.append(f"| {' | '.join(cells)} |")
+            rows.append(harness.row(cells))
     return rows
 
 
@@ -229,14 +226,14 @@ def disk_table(root: Path, repetitions: int) -> list[str]:
             ("resume", "read"),
         )
     }
-    of_ratios = header(["ranks", *ratios])
-    of_seconds = header(["ranks", *(name.replace("_", " ") for name in measured)])
+    of_ratios = header("ranks", *ratios)
+    of_seconds = header("ranks", *(name.replace("_", " ") for name in measured))
     for ranks in (1, 2):
         turns = ranks_turns(disk_rank, ranks, root, ranks, repetitions)
         cells = [spread([turn[upper] / turn[lower] for turn in turns]) for upper, lower in ratios.values()]
-        of_ratios.append(f"| {ranks} | {' | '.join(cells)} |")
+        of_ratios.append(harness.row([ranks, *cells]))
         cells = [spread([turn[name] for turn in turns]) for name in measured]
-        of_seconds.append(f"| {ranks} | {' | '.join(cells)} |")
+        of_seconds.append(harness.row([ranks, *cells]))
     return [*of_ratios, "", *of_seconds]
 
 
@@ -259,10 +256,7 @@ def agreement_rank(rank: int, root: Path, ranks: int, repetitions: int) -> list[
 
 
 def agreement_table(root: Path, repetitions: int) -> list[str]:
-    rows = [
-        "| ranks | agreement µs | smallest step ms | share of it | of a step of 1 s |",
-        "|---:|---:|---:|---:|---:|",
-    ]
+    rows = header("ranks", "agreement µs", "smallest step ms", "share of it", "of a step of 1 s")
     for ranks in (2, 8):
         turns = ranks_turns(agreement_rank, ranks, root, ranks, 3 * repetitions)
         cells = [
@@ -272,7 +266,7 @@ def agreement_table(root: Path, repetitions: int) -> list[str]:
             spread([100 * turn["agree_s"] / turn["step_s"] for turn in turns], ".1f", " %"),
             f"{100 * statistics.median(turn['agree_s'] for turn in turns):.3f} %",
         ]
-        rows.append(f"| {' | '.join(cells)} |")
+        rows.append(harness.row(cells))
     return rows
 
 
@@ -290,30 +284,10 @@ PARTS: dict[str, tuple[str, Callable[[Path, int], list[str]]]] = {
 def measure(part: str, repetitions: int) -> list[str]:
     """A part's section of the results."""
     title, table = PARTS[part]
-    before, started = os.getloadavg()[0], time.monotonic()
+    load, started = harness.Load(), time.monotonic()
     with tempfile.TemporaryDirectory(dir=RESULTS.parent, prefix=".checkpoint_") as folder:
         rows = table(Path(folder), repetitions)
-    load = f"Load before and after: {before:.1f} and {os.getloadavg()[0]:.1f}; {time.monotonic() - started:.0f} s."
-    return [f"## {title}", "", *rows, "", load, ""]
-
-
-def head(repetitions: int) -> list[str]:
-    model = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "")
-    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "deepspeed"))
-    mount = subprocess.run(
-        ["df", "--output=source,fstype", RESULTS.parent], capture_output=True, text=True, check=True
-    ).stdout.split()[-2:]
-    return [
-        "# What checkpoints cost",
-        "",
-        f"`python -m benchmarks.checkpoint.checkpoint --repetitions {repetitions}`, {date.today()}: "
-        f"{model.partition(': ')[2]}, {os.cpu_count()} cores, {' '.join(mount)}, {packages}, Python "
-        f"{platform.python_version()}, Linux {platform.release()}. What is measured and how: the script's docstring.",
-        "",
-    ]
-
-
-BY_HAND = "\n<!-- below: written by hand, kept when the tables are renewed -->\n"
+    return [f"## {title}", "", *rows, "", f"{load} {time.monotonic() - started:.0f} s.", ""]
 
 
 def main() -> None:
@@ -322,13 +296,15 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=9)
     options = parser.parse_args()
     warm_up({"DS_ACCELERATOR": "cpu"} | rank_environment(LaunchConfig(), ranks=1, on_gpu=False)[0])
-    text = "\n".join(head(options.repetitions))
-    for part in [options.part] if options.part else PARTS:
-        text += "\n" + "\n".join(measure(part, options.repetitions))
+    text = harness.page(
+        "What checkpoints cost",
+        f"benchmarks.checkpoint.checkpoint --repetitions {options.repetitions}",
+        f"{harness.machine('torch', 'deepspeed')}, {harness.mount_of(RESULTS.parent)}.",
+        *(line for part in ([options.part] if options.part else PARTS) for line in measure(part, options.repetitions)),
+    )
     print(text)
     if not options.part:
-        notes = RESULTS.read_text().partition(BY_HAND)[2] if RESULTS.exists() else ""
-        RESULTS.write_text(text + BY_HAND + notes)
+        harness.renew_page(RESULTS, text)
 
 
 if __name__ == "__main__":

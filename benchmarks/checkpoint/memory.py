@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks.checkpoint.ranks import Trainer, Turn, header, manifest, ranks_turns, succeeded
+from benchmarks.checkpoint.ranks import Trainer, Turn, manifest, ranks_turns, succeeded
+from benchmarks.harness import header, row
 
 NARROW = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8}
 LAYERS = {4096: 12, 32768: 3}  # by vocabulary: the same number of parameters
@@ -79,7 +80,7 @@ def load_memory_rank(rank: int, root: Path, model: dict[str, int], zero_stage: i
 def memory_table(root: Path, repetitions: int) -> list[str]:
     del repetitions  # the same each time
     columns = ["largest parameter", "ZeRO", "own state", "background save", "of it kept", "later ones", "waiting save"]
-    rows = header([*columns, "later ones", "load, beyond what stays", "parameters gathered one at a time"])
+    rows = header(*columns, "later ones", "load, beyond what stays", "parameters gathered one at a time")
     for vocabulary, layers in LAYERS.items():
         model = NARROW | {"vocab_size": vocabulary, "num_hidden_layers": layers}
         for zero_stage in (1, 3):
@@ -88,5 +89,5 @@ def memory_table(root: Path, repetitions: int) -> list[str]:
             names = ["state", "background", "background kept", "background again", "waiting", "waiting again"]
             cells = [f"{of_save['largest']:.0f}", str(zero_stage), *(f"{of_save[name]:.0f}" for name in names)]
             cells += [f"{of_load['load'] - of_load['load kept']:.0f}", f"{of_save['gathered']:.0f}"]
-            rows.append(f"| {' | '.join(cells)} |")
+            rows.append(row(cells))
     return rows

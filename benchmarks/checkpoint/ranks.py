@@ -1,19 +1,17 @@
-"""Shared parts of benchmarks/checkpoint: an engine on each rank, clocks, and tables."""
+"""Shared parts of benchmarks/checkpoint: an engine on each rank, and clocks."""
 
 from __future__ import annotations
 
 import os
 import shutil
-import statistics
-import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.harness import config_of, random_batches
 from launch.parity.forked_ranks import run_ranks
-from megalite.config import Config, resolve_layout
+from megalite.config import resolve_layout
 
 if TYPE_CHECKING:
     from megalite.checkpoint.manifest import Manifest
@@ -36,20 +34,8 @@ class Trainer:
         from models.decoder import decoder_layers
 
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
-        config = Config.model_validate(
-            {
-                "run_dir": tempfile.gettempdir(),
-                "model": model | {"max_position_embeddings": SEQUENCE},
-                "data": {"path": "unused"},
-                "parallel": {"data_parallel_size": ranks, "zero_stage": zero_stage},
-                "training": {
-                    "global_batch_size": ranks,
-                    "micro_batch_size": 1,
-                    "sequence_length": SEQUENCE,
-                    "steps": 1,
-                },
-            }
-        )
+        parallel = {"data_parallel_size": ranks, "zero_stage": zero_stage}
+        config = config_of(model | {"max_position_embeddings": SEQUENCE}, ranks, SEQUENCE, parallel=parallel)
         self.engine = build_engine(decoder_layers(config.model), config, resolve_layout(config, ranks, "cpu"))
         self._draw, self._vocabulary = np.random.default_rng(self.engine.coordinate.data_rank), model["vocab_size"]
         for _ in range(warm_up_steps):
@@ -57,9 +43,8 @@ class Trainer:
 
     def step(self) -> float:
         """Trains one step; returns its seconds."""
-        tokens = self._draw.integers(0, self._vocabulary, (1, SEQUENCE + 1))
-        batch = SimpleNamespace(tokens=tokens[:, :-1].copy(), targets=tokens[:, 1:].copy(), positions=None)
-        return timed(lambda: float(self.engine.train_step([batch], 1e-4).loss))
+        batches = random_batches(self._draw, self._vocabulary, (1, 1, SEQUENCE))
+        return timed(lambda: float(self.engine.train_step(batches, 1e-4).loss))
 
     def saver(self, root: Path, *, background: bool) -> Saver:
         from megalite.checkpoint.saver import Saver
@@ -135,12 +120,3 @@ def ranks_turns(function: Callable[..., Any], ranks: int, *arguments: Any) -> li
     """Returns the measurement of each turn of `function` on the slowest rank."""
     runs = run_ranks(function, ranks, *arguments, timeout_s=TIME_LIMIT_S)
     return [{name: max(turn[name] for turn in turns) for name in turns[0]} for turns in zip(*runs, strict=True)]
-
-
-def header(columns: Sequence[str]) -> list[str]:
-    return [f"| {' | '.join(columns)} |", "|---:" * len(columns) + "|"]
-
-
-def spread(values: Sequence[float], form: str = ".2f", unit: str = "") -> str:
-    """The median, and the smallest and largest value."""
-    return f"{statistics.median(values):{form}}{unit} ({min(values):{form}} to {max(values):{form}})"

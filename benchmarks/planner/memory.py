@@ -15,12 +15,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import sys
 import tempfile
 from dataclasses import dataclass, replace
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +29,10 @@ if __name__ == "__main__":  # before torch is imported by anybody: malloc reads 
 
     os.environ.setdefault("GLIBC_TUNABLES", MALLOC_TUNABLES)
 
+from benchmarks import harness
 from benchmarks.planner.bloom import ALONE, DEFECTIVE, TABLE, run_of
 from benchmarks.planner.memory_published import published_memory_of
 from benchmarks.planner.published import read
-from launch.runtime.devices import cpu_count
 from launch.runtime.host_probe import has_bf16_units
 from megalite.config import ModelConfig, ResolvedLayout, resolve_layout
 from megalite.config.rules.known_bad import installed_versions
@@ -44,7 +42,7 @@ from megalite.planner.workload import ParallelLayout, TrainingWorkload
 from tests.helpers.engine_cases import Case, engine_of, global_batches, micro_batches_of
 from tests.helpers.rank_pool import run_fresh_ranks
 
-RESULTS = Path(__file__).parents[1] / "results" / "planner_memory.md"
+RESULTS = harness.RESULTS / "planner_memory.md"
 LEFT_OUT = {"634": "more memory than with twice the micro-batch", "670": "another branch of the code, without ZeRO"}
 LLAMA_8B = ModelConfig(
     vocab_size=128256,
@@ -195,14 +193,13 @@ def line(row: Row) -> str:
     cells += [f"{row.tensors.total / mib:.0f}", f"{measured.tensors / mib:.0f}", f"{row.tensor_error:+.1%}"]
     cells += [f"{(row.process.total + measured.baseline) / mib:.0f}", f"{measured.peak / mib:.0f}"]
     cells += [f"{measured.baseline / mib:.0f}", f"{row.process_error:+.1%}"]
-    return f"| {' | '.join(map(str, cells))} |"
+    return harness.row(cells)
 
 
-HEADER = [
-    "| layout | rank | tensors: most is needed in the | predicted MiB | measured | error | process: predicted MiB | "
-    "measured | of which before the model | error |",
-    "|---|---:|---|---:|---:|---:|---:|---:|---:|---:|",
-]
+HEADER = harness.header(
+    *("layout", "rank", "tensors: most is needed in the", "predicted MiB", "measured", "error"),
+    *("process: predicted MiB", "measured", "of which before the model", "error"),
+)
 
 
 def bloom() -> list[str]:
@@ -258,37 +255,31 @@ def report(rows: list[Row]) -> str:
     within = sum(abs(row.process_error) <= 0.1 for row in rows)
     exact = sum(abs(row.tensor_error) <= 0.05 for row in rows)
     worst = max(rows, key=lambda row: abs(row.process_error))
-    versions = ", ".join(f"{name} {version}" for name, version in installed_versions().items())
-    return "\n".join(
-        [
-            "# Memory: predicted and measured",
-            "",
-            f"`python -m benchmarks.planner.memory`, {date.today()}: {cpu_count()} cores of {platform.machine()}, "
-            f"gloo, Python {platform.python_version()}, {versions}.",
-            "",
-            f"Of {len(rows)} ranks the tensors of {exact} are predicted within 5 %, the process of {within} within "
-            f"10 %; the worst process is off by {worst.process_error:+.1%} ({name_of(worst.case)}).",
-            "",
-            "The model: hidden 640, 5 layers, 8 heads, 4 key/value heads, 1792 intermediate features, 8192 tokens; two "
-            "sequences of 512 tokens in a micro-batch, fp32. *Process* is the peak resident set after five steps, in "
-            "the environment of `megalite train`, where malloc keeps what is freed; it differs between runs, and "
-            "between ranks of one run that do the same, by up to 18 %. What tensors take follows from formulas; the "
-            "room that malloc loses between them is a model of a few measured constants (`_own_room`, `_gathers` and "
-            "`_pieces` of megalite/planner/cost/memory.py), and they were measured on these layouts.",
-            "",
-            *HEADER,
-            *map(line, rows),
-            "",
-            "## Published figures",
-            "",
-            "Korthikanti 2022, Figures 1 and 7, and ZeRO's Table 1 are tests: "
-            "tests/unit/megalite/planner/cost/test_memory.py.",
-            "",
-            *bloom(),
-            "",
-            *torchtitan(),
-            "",
-        ]
+    return harness.page(
+        "Memory: predicted and measured",
+        "benchmarks.planner.memory",
+        f"{harness.machine(*installed_versions())}, gloo.",
+        f"Of {len(rows)} ranks the tensors of {exact} are predicted within 5 %, the process of {within} within "
+        f"10 %; the worst process is off by {worst.process_error:+.1%} ({name_of(worst.case)}).",
+        "",
+        "The model: hidden 640, 5 layers, 8 heads, 4 key/value heads, 1792 intermediate features, 8192 tokens; two "
+        "sequences of 512 tokens in a micro-batch, fp32. *Process* is the peak resident set after five steps, in "
+        "the environment of `megalite train`, where malloc keeps what is freed; it differs between runs, and "
+        "between ranks of one run that do the same, by up to 18 %. What tensors take follows from formulas; the "
+        "room that malloc loses between them is a model of a few measured constants (`_own_room`, `_gathers` and "
+        "`_pieces` of megalite/planner/cost/memory.py), and they were measured on these layouts.",
+        "",
+        *HEADER,
+        *map(line, rows),
+        "",
+        "## Published figures",
+        "",
+        "Korthikanti 2022, Figures 1 and 7, and ZeRO's Table 1 are tests: "
+        "tests/unit/megalite/planner/cost/test_memory.py.",
+        "",
+        *bloom(),
+        "",
+        *torchtitan(),
     )
 
 

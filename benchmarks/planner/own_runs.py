@@ -16,20 +16,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from benchmarks import harness
 from launch.runtime.devices import cpu_count, gpu_count
 
 RESULTS = Path(__file__).parents[1] / "results" / "planner_own_runs.md"
@@ -181,35 +179,33 @@ def report(outcomes: list[RunOutcome], rounds: int, folder: Path) -> str:
     """The results file."""
     steps, constant, step_errors = step_rows(outcomes, folder)
     memory, memory_errors = memory_rows(outcomes)
-    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "deepspeed"))
-    accelerator = outcomes[0].receipt["prediction"]["accelerator"]
-    lines = [
-        "# What runs predict of themselves, and what they need",
-        "",
-        f"`python -m benchmarks.planner.own_runs`, {date.today()}: {accelerator}, {packages}, Python "
-        f"{platform.python_version()}; the median of {rounds} runs each. What is run and how: the script's docstring.",
-        "",
+    body = [
         f"## Step time, ms: efficiency {constant:.3g}, fitted on the first run alone",
         "",
-        "| layout | measured | over the rounds | error before calibration | predicted after | error after |",
-        "|---|---:|---:|---:|---:|---:|",
+        *harness.header(
+            "layout", "measured", "over the rounds", "error before calibration", "predicted after", "error after"
+        ),
         *steps,
         "",
     ]
     if step_errors:
         worst, mean = max(step_errors), statistics.mean(step_errors)
-        lines += [f"Mean error of the others {mean:.1%}, largest {worst:.1%}.", ""]
-    lines += [
+        body += [f"Mean error of the others {mean:.1%}, largest {worst:.1%}.", ""]
+    body += [
         "## Peak memory of each rank, MiB",
         "",
-        "| layout | rank | measured | predicted | error |",
-        "|---|---:|---:|---:|---:|",
+        *harness.header("layout", "rank", "measured", "predicted", "error"),
         *memory,
         "",
         f"Mean error {statistics.mean(memory_errors):.1%}, largest {max(memory_errors):.1%}.",
-        "",
     ]
-    return "\n".join(lines)
+    facts = f"{harness.machine('torch', 'deepspeed')}, {outcomes[0].receipt['prediction']['accelerator']}"
+    return harness.page(
+        "What runs predict of themselves, and what they need",
+        "benchmarks.planner.own_runs",
+        f"{facts}; the median of {rounds} runs each.",
+        *body,
+    )
 
 
 def main() -> None:

@@ -12,23 +12,19 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from datetime import date
 from pathlib import Path
 
 import yaml
 
-from benchmarks.results_page import renew_page
-from launch.prediction.this_machine import cpu_name
+from benchmarks import harness
 
-ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "benchmarks" / "results" / "planner_time.md"
+ROOT, RESULTS = harness.ROOT, harness.RESULTS / "planner_time.md"
 CONFIG = {
     "run_dir": "run",
     "model": {
@@ -74,37 +70,24 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write the results file")
     options = parser.parse_args()
     taken: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in COMMANDS}
-    with tempfile.TemporaryDirectory() as temporary:
-        folder, other = Path(temporary), Path(temporary) / "other"
-        config = folder / "config.yaml"
+    load = harness.Load()
+    with harness.tree_of(options.revision) as other, tempfile.TemporaryDirectory() as temporary:
+        config = Path(temporary) / "config.yaml"
         config.write_text(yaml.safe_dump(CONFIG))
-        git = ["git", "-C", str(ROOT), "worktree"]
-        subprocess.run([*git, "add", "--detach", "--quiet", str(other), options.revision], check=True)
-        try:
-            for tree in (other, ROOT):
-                processor_s(tree, COMMANDS[next(iter(COMMANDS))], config)
-            for name in [name for name in COMMANDS for _ in range(options.rounds)]:
-                for tree, seconds in zip((other, ROOT), taken[name], strict=True):
-                    seconds.append(processor_s(tree, COMMANDS[name], config))
-        finally:
-            subprocess.run([*git, "remove", "--force", str(other)], check=True)
-    lines = [
-        "# Processor time of the planner",
-        "",
-        f"`python -m benchmarks.planner.processor_time {options.revision} --rounds {options.rounds} --write`, "
-        f"{date.today()}: {cpu_name()}, {os.cpu_count()} cores, Python {platform.python_version()}, load "
-        f"{os.getloadavg()[0]:.1f}. Medians; what is measured and how: the script's docstring.",
-        "",
-        "| command | CPU s before | CPU s | ratio |",
-        "|---|--:|--:|--:|",
-    ]
+        for tree in (other, ROOT):
+            processor_s(tree, COMMANDS[next(iter(COMMANDS))], config)
+        for name in [name for name in COMMANDS for _ in range(options.rounds)]:
+            for tree, seconds in zip((other, ROOT), taken[name], strict=True):
+                seconds.append(processor_s(tree, COMMANDS[name], config))
+    lines = harness.header("command", "CPU s before", "CPU s", "ratio")
     for name, pair in taken.items():
         before, now = (statistics.median(seconds) for seconds in pair)
-        lines.append(f"| {name} | {before:.2f} | {now:.2f} | {now / before:.2f} |")
-    text = "\n".join([*lines, ""])
+        lines.append(harness.row((name, f"{before:.2f}", f"{now:.2f}", f"{now / before:.2f}")))
+    command = f"benchmarks.planner.processor_time {options.revision} --rounds {options.rounds} --write"
+    text = harness.page("Processor time of the planner", command, f"{harness.machine()}. {load} Medians.", *lines)
     print(text)
     if options.write:
-        renew_page(RESULTS, text)
+        harness.renew_page(RESULTS, text)
 
 
 if __name__ == "__main__":

@@ -26,24 +26,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable
-from datetime import date
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
-from benchmarks.results_page import renew_page
+from benchmarks import harness
 from benchmarks.throttled_link.cases import CASES, LinkCase, LinkStep
-from launch.prediction.this_machine import cpu_name
 from tests.helpers.cluster_machine import why_no_hosts
 from tests.helpers.hosts import Cluster, HostCommand
 
-ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "benchmarks" / "results" / "throttled_link.md"
+RESULTS = harness.RESULTS / "throttled_link.md"
 OF_NUMBER = 4  # bytes on the wire
 
 
@@ -60,7 +54,7 @@ class LinkedRanks:
             self._ranks.append(
                 cluster.hosts[cluster.names[replica]].popen(
                     [sys.executable, "-m", "benchmarks.throttled_link.rank", case.name],
-                    cwd=ROOT,
+                    cwd=harness.ROOT,
                     env=shared | {"RANK": str(rank), "LOCAL_RANK": str(stage)},
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
@@ -121,7 +115,6 @@ def row(case: LinkCase, rate: float, first: list[LinkStep], second: list[LinkSte
         return statistics.median(value(step) for step in steps)
 
     saved = [one.step_s - other.step_s for one, other in zip(first, second, strict=True)]
-    low, middle, high = statistics.quantiles(saved, n=4)
     times = [median(steps, lambda step: step.step_s) for steps in (first, second)]
     megabytes = [f"{median(steps, lambda step: step.sent_bytes) / 1e6:.1f}" for steps in (first, second)]
     cells = [
@@ -136,32 +129,27 @@ def row(case: LinkCase, rate: float, first: list[LinkStep], second: list[LinkSte
         cells += [f"{reduction:.2f}", f"{exposed:.2f}", f"{hideable:.2f} ({hideable / reduction:.0%})"]
     else:
         cells += ["", "", ""]
-    cells += [f"{times[0]:.2f}", f"{times[1]:.2f}", f"{middle:.2f} ({low:.2f} to {high:.2f})"]
+    cells += [f"{times[0]:.2f}", f"{times[1]:.2f}", harness.quartiles(saved)]
     cells.append(f"{statistics.median(b.step_s / a.step_s for a, b in zip(first, second, strict=True)):.2f}")
     if case.zero == 1:
         sent = [f"{median(steps, lambda step: step.sent):.0%}" for steps in (first, second)]
-        cells += [f"{middle / hideable:.2f}", " and ".join(sent)]
+        cells += [f"{statistics.median(saved) / hideable:.2f}", " and ".join(sent)]
     else:
         cells += ["", ""]
-    return f"| {' | '.join(cells)} |"
+    return harness.row(cells)
 
 
-def report(table: list[str], pairs: int, load: tuple[float, float]) -> str:
+def report(table: list[str], pairs: int, load: harness.Load) -> str:
     """Returns the results file, up to what is written by hand below it."""
-    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "deepspeed"))
-    head = [
-        "# Gradients of replicas over a slow link",
-        "",
-        f"`python -m benchmarks.throttled_link`, {date.today()}: {cpu_name()}, {os.cpu_count()} cores "
-        f"for all ranks, {packages}, Python {platform.python_version()}. Load before and after: {load[0]:.1f} and "
-        f"{load[1]:.1f}. Median of {pairs} pairs of steps; what is compared and how: the script's docstring. Times are "
-        "seconds.",
-        "",
-        "| case | Mbit/s | MB sent | last backward | reduced after it | exposed beside it | can be hidden | "
-        "step, first | step, second | saved (quartiles) | ratio | saved / can be hidden | sent when backward ended |",
-        "|---|---:|---|---:|---:|---:|---:|---:|---:|---|---:|---:|---|",
-    ]
-    return "\n".join([*head, *table, ""])
+    reduction = ("last backward", "reduced after it", "exposed beside it", "can be hidden")
+    saved = ("saved (quartiles)", "ratio", "saved / can be hidden", "sent when backward ended")
+    return harness.page(
+        "Gradients of replicas over a slow link",
+        "benchmarks.throttled_link",
+        f"{harness.machine('torch', 'deepspeed')}. {load} Median of {pairs} pairs of steps. Times are seconds.",
+        *harness.header("case", "Mbit/s", "MB sent", *reduction, "step, first", "step, second", *saved),
+        *table,
+    )
 
 
 def main() -> None:
@@ -171,16 +159,16 @@ def main() -> None:
     options = parser.parse_args()
     if reason := why_no_hosts():
         raise SystemExit(reason)
-    before, table = os.getloadavg()[0], []
+    load, table = harness.Load(), []
     for case in CASES:
         if case.name.startswith(options.only):
             rate, (first, second) = measure(case, options.pairs)
             table.append(row(case, rate, first, second))
             print(table[-1], flush=True)
-    text = report(table, options.pairs, (before, os.getloadavg()[0]))
+    text = report(table, options.pairs, load)
     print(text)
     if not options.only:
-        renew_page(RESULTS, text)
+        harness.renew_page(RESULTS, text)
 
 
 if __name__ == "__main__":

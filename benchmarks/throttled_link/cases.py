@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import dataclass
 from typing import Any
+
+from benchmarks.harness import config_of
+from megalite.config import Config
 
 REPLICAS, SEQUENCE = 2, 128
 
@@ -29,34 +31,25 @@ class LinkCase:
     def ranks(self) -> int:
         return REPLICAS * self.stages
 
-    def config(self, zero_optimization: dict[str, Any]) -> dict[str, Any]:
+    def config(self, zero_optimization: dict[str, Any]) -> Config:
         """Returns the config of a side."""
         hidden = 128 if self.sleep_s else 512
-        return {
-            "run_dir": tempfile.gettempdir(),
-            "model": {
-                "vocab_size": 1024,
-                "hidden_size": hidden,
-                "intermediate_size": 11 * hidden // 4,
-                "num_hidden_layers": 4,
-                "num_attention_heads": 8,
-                "max_position_embeddings": SEQUENCE,
-            },
-            "data": {"path": "unused"},
-            "parallel": {
-                "pipeline_parallel_size": self.stages,
-                "zero_stage": self.zero,
-                "gradient_bucket_size": 7 * hidden**2,  # about half a block
-            },
-            "precision": {"dtype": "fp32"},
-            "training": {
-                "global_batch_size": self.micro_batches * self.rows * REPLICAS,
-                "micro_batch_size": self.rows,
-                "sequence_length": SEQUENCE,
-                "steps": 1,
-            },
-            "deepspeed": {"zero_optimization": zero_optimization},
+        model = {
+            "vocab_size": 1024,
+            "hidden_size": hidden,
+            "intermediate_size": 11 * hidden // 4,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 8,
+            "max_position_embeddings": SEQUENCE,
         }
+        parallel = {
+            "pipeline_parallel_size": self.stages,
+            "zero_stage": self.zero,
+            "gradient_bucket_size": 7 * hidden**2,  # about half a block
+        }
+        options = {"precision": {"dtype": "fp32"}, "deepspeed": {"zero_optimization": zero_optimization}}
+        rows = self.micro_batches * self.rows * REPLICAS
+        return config_of(model, rows, SEQUENCE, micro_batch=self.rows, parallel=parallel, **options)
 
 
 SLEEPS: dict[str, Any] = {"sleep_s": 1.0, "rows": 1}

@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
+from benchmarks.harness import random_batches
 from benchmarks.throttled_link.cases import CASES, SEQUENCE, LinkCase, LinkStep
-from launch.parity.problem import Batch
-from megalite.config import Config, resolve_layout
+from megalite.config import resolve_layout
 from megalite.engine.build import build_engine
 from megalite.engine.deepspeed.process_groups import start_distributed
 from megalite.engine.engine import Engine
@@ -80,7 +80,7 @@ def same_connections(groups: list[dist.ProcessGroup]) -> Iterator[None]:
 
 def build(case: LinkCase, zero_optimization: dict[str, Any], groups: list[dist.ProcessGroup]) -> Engine:
     """Builds the engine of a side."""
-    config = Config.model_validate(case.config(zero_optimization))
+    config = case.config(zero_optimization)
     with same_connections(groups):
         engine = build_engine(decoder_layers(config.model), config, resolve_layout(config, case.ranks, "cpu"))
     matrices = [parameter for _, parameter in engine.parameters() if len(parameter.shard.shape) > 1]  # type: ignore[attr-defined]
@@ -91,8 +91,8 @@ def build(case: LinkCase, zero_optimization: dict[str, Any], groups: list[dist.P
 
 def train(engine: Engine, case: LinkCase, draw: np.random.Generator) -> LinkStep:
     """Trains one step on random tokens."""
-    tokens = draw.integers(0, engine.config.model.vocab_size, (case.micro_batches, case.rows, SEQUENCE + 1))
-    batches = [Batch(rows[:, :-1], rows[:, 1:], None, np.zeros(case.rows, dtype=np.int64)) for rows in tokens]
+    shape = case.micro_batches, case.rows, SEQUENCE
+    batches = random_batches(draw, engine.config.model.vocab_size, shape)
     dist.barrier()
     sent, began = int(SENT.read_text()), time.monotonic()
     float(engine.train_step(batches if engine.needs_data else [], 1e-3).loss)

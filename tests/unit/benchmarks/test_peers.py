@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import peers
+from benchmarks import harness, peers
 from benchmarks.peer_sides import BATCH, LAYOUTS, initial_weights, rows_of, tokens_of_steps, transformers_llama
 from benchmarks.peers import CannotRun, PeerRanks, PeerTurn, reason_in
 
@@ -71,9 +71,9 @@ def test_a_rank_that_dies_is_named_while_another_waits(monkeypatch: pytest.Monke
 
 def test_the_page_names_what_was_not_measured() -> None:
     options = argparse.Namespace(sides=["megalite", "plain"], rounds=9, steps=2)
-    text = peers.report(["| row |"], ["accelerate, one: ModuleNotFoundError: x"], options, (0.1, 0.2))
+    text = peers.report(["| row |"], ["accelerate, one: ModuleNotFoundError: x"], options, harness.Load())
     assert "| row |\n\n- not measured: accelerate, one: ModuleNotFoundError: x\n" in text
-    assert "Load before and after: 0.1 and 0.2. Median of 9 rounds of 2 steps" in text
+    assert ". Median of 9 rounds of 2 steps" in text
 
 
 def test_ranks_train_on_all_sequences_of_a_step_once() -> None:
