@@ -13,8 +13,9 @@ import signal
 import time
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
+
+import psutil
 
 REASON_CHARACTERS = 300
 _PATIENCE = 6  # times the limit on the processor's time, for a process that does not get a processor
@@ -37,10 +38,7 @@ class LimitedProcess:
     """
 
     def __init__(
-        self,
-        begin: Callable[[], Callable[[Any], Any]],
-        memory_bytes: int,
-        passed_on: type[Exception] = ProcessRefusal,
+        self, begin: Callable[[], Callable[[Any], Any]], memory_bytes: int, passed_on: type[Exception]
     ) -> None:
         request_reader, self._requests = os.pipe()
         self._answers, answer_writer = os.pipe()
@@ -124,7 +122,7 @@ def _serve(
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     _limit(resource.RLIMIT_CORE, 0)
-    _limit(resource.RLIMIT_AS, _address_space() + memory_bytes)
+    _limit(resource.RLIMIT_AS, psutil.Process().memory_info().vms + memory_bytes)  # counts what is mapped already
     answer: Callable[[Any], Any] | None = None
     with os.fdopen(0, "rb") as lines:
         for line in lines:
@@ -149,9 +147,3 @@ def _serve(
 def _limit(of: int, most: int) -> None:
     hard = resource.getrlimit(of)[1]
     resource.setrlimit(of, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
-
-
-def _address_space() -> int:
-    """Returns the bytes of addresses that this process has mapped; the limit on addresses counts from none."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    return pages * os.sysconf("SC_PAGE_SIZE")

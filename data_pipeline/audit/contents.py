@@ -13,22 +13,19 @@ from data_pipeline.samples.samples import Samples
 
 
 @dataclass(frozen=True)
-class SampleContent:
-    """One sample of a run and the documents in it."""
-
-    k: int
-    source: str
-    epoch: int  # of the source, from 0
-    documents: Sequence[DocumentRange]
-
-
-@dataclass(frozen=True)
 class DocumentReading:
     """One sample of a run that reads a given document."""
 
     k: int
     source: str
     epoch: int  # of the source, from 0
+
+
+@dataclass(frozen=True)
+class SampleContent(DocumentReading):
+    """One sample of a run and the documents in it."""
+
+    documents: Sequence[DocumentRange]
 
 
 def as_mix(samples: Samples) -> MixedSamples:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 from data_pipeline.chat.conversation import ASSISTANT, Conversation
 from data_pipeline.chat.template import ChatTemplate
-from data_pipeline.chat.turns import TurnFinder
+from data_pipeline.chat.turns import TurnFinder, common_length
 from data_pipeline.errors import DataError
 from data_pipeline.prepare.encoding import SpecialTokens
 
@@ -113,9 +113,7 @@ class ControlTokens:
         found = []
         for text, longer in turns.around_answers():
             before, after = self._ids(text), self._ids(longer)
-            same = next(
-                (n for n, pair in enumerate(zip(before, after, strict=False)) if pair[0] != pair[1]), len(before)
-            )
+            same = common_length(before, after)
             found.append([number for number in after[same:] if number in self._added])
         return {number for numbers in found[:-1] for number in numbers} | set(found[-1][:1])
 

@@ -86,25 +86,22 @@ def _renderer(template: ChatTemplate, library: Any) -> Callable[[Any], list[Rend
     library.datetime = _ChosenDate(template.date)  # of strftime_now
 
     def render(request: Any) -> list[Rendered]:
-        try:
-            return rendered_parts(request)
-        except TemplateSyntaxError as error:
-            raise TemplateBroken(f"line {error.lineno}: {error}") from None
-        except (SecurityError, OverflowError) as error:  # the second for a range that is too long
-            raise TemplateBroken(str(error)) from None
-
-    def rendered_parts(request: Any) -> list[Rendered]:
         messages, renderings, tools = request
         rendered: list[Rendered] = []
         for stop, add_generation_prompt in renderings:
-            texts, generated = library.render_jinja_template(
-                [messages[:stop]],
-                tools=tools,
-                chat_template=template.program(tools is not None),
-                return_assistant_tokens_mask=template.marks_generation(tools is not None),
-                add_generation_prompt=add_generation_prompt,
-                **dict(template.special_tokens),
-            )
+            try:
+                texts, generated = library.render_jinja_template(
+                    [messages[:stop]],
+                    tools=tools,
+                    chat_template=template.program(tools is not None),
+                    return_assistant_tokens_mask=template.marks_generation(tools is not None),
+                    add_generation_prompt=add_generation_prompt,
+                    **dict(template.special_tokens),
+                )
+            except TemplateSyntaxError as error:
+                raise TemplateBroken(f"line {error.lineno}: {error}") from None
+            except (SecurityError, OverflowError) as error:  # the second for a range that is too long
+                raise TemplateBroken(str(error)) from None
             rendered.append(Rendered(texts[0], generated[0] if generated else []))
             texts[0].encode()  # half a surrogate pair is no text
         longest = max(len(one.text) for one in rendered)

@@ -9,17 +9,11 @@ such as one that takes away old reasoning, is refused: a model would be trained 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import date
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from data_pipeline.chat.conversation import (
-    ASSISTANT,
-    CALL_FIELDS,
-    REASONING_FIELDS,
-    USER,
-    Conversation,
-    Message,
-)
+from data_pipeline.chat.conversation import ASSISTANT, CALL_FIELDS, REASONING_FIELDS, USER, Conversation, Message
 from data_pipeline.chat.renderer import (
     ChatPart,
     Rendered,
@@ -152,9 +146,8 @@ class TurnFinder:
         said = _mark(1, "content")
         chat = [{"role": USER, **_SAID}, {"role": ASSISTANT, "content": said}]
         try:
-            asked, alone, answer = self.process.render(
-                chat, [ChatPart(1, True), ChatPart(1, False), ChatPart(2, False)]
-            )
+            parts = [ChatPart(1, True), ChatPart(1, False), ChatPart(2, False)]
+            asked, alone, answer = self.process.render(chat, parts)
         except TemplateRefusal:
             return None
         opening, *written = answer.text.removeprefix(asked.text).split(said)
@@ -230,14 +223,12 @@ class TurnFinder:
 
         `made` are the conversation before the answers, before and after each of them, and the whole.
         """
-        of_others = "what is no answer of the assistant"
         for number, before, prompt in zip([*answers, None], made[0::2], made[1::2], strict=True):
             if len(_marks(prompt)) > len(_marks(before)):
-                raise self._marks_too_much(
-                    of_others, where if number is None else f"{where}, before message {number + 1}"
-                )
+                place = where if number is None else f"{where}, before message {number + 1}"
+                raise self._marks_too_much("what is no answer of the assistant", place)
         for number, prompt, answer in zip(answers, made[1::2], made[2::2], strict=False):
-            begin = _common(prompt.text, answer.text)
+            begin = common_length(prompt.text, answer.text)
             if any(low < begin for low, _ in _marks(answer)[len(_marks(prompt)) :]):
                 raise self._marks_too_much("the prompt of an answer", f"{where}, message {number + 1}")
 
@@ -337,8 +328,6 @@ def _marks(made: Rendered) -> list[tuple[int, int]]:
     return [(low, high) for low, high in made.generated if high > low]
 
 
-def _common(text: str, other: str) -> int:
-    """Returns how many characters two texts begin with alike."""
-    if other.startswith(text):
-        return len(text)
-    return next((n for n, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), len(other))
+def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Returns how many elements two sequences begin with alike."""
+    return len(commonprefix([list(one), list(other)]))  # noqa: RUF071 - these are no paths

@@ -112,13 +112,9 @@ def _difficult_texts(encoder: TextEncoder, parting: str) -> Iterator[tuple[str, 
     yield "numbers", " ".join(str(7**power)[:length] for power in range(1, 80) for length in range(1, 9))
     ends = [f"x{mark}{end}" for mark in "'\u2019" for end in _ENDS]
     yield "contractions", "".join(f"{end} {end}y{end}." for end in ends)
-    yield (
-        "added tokens",
-        "".join(
-            f"a{content}b {content} {content}{content}\n{content}\n{content.lower()} {content[:-1]} \t{content}\t"
-            for content in (token.content for token in exact.get_added_tokens_decoder().values())
-        ),
-    )
+    added = (token.content for token in exact.get_added_tokens_decoder().values())
+    around = (f"a{one}b {one} {one}{one}\n{one}\n{one.lower()} {one[:-1]} \t{one}\t" for one in added)
+    yield "added tokens", "".join(around)
     entries = [exact.decode([number], skip_special_tokens=False) for number in range(exact.get_vocab_size())[:_ENTRIES]]
     yield "the entries of the vocabulary, one after the other", "".join(entries)
     yield "the entries of the vocabulary with spaces between", " ".join(entries)

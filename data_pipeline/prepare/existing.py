@@ -12,7 +12,6 @@ from data_pipeline.sources.document import LONGEST_ROW
 from data_pipeline.storage.files import with_ending
 from data_pipeline.storage.loss_file import loss_path
 from data_pipeline.storage.meta import CorpusMeta, meta_path, read_meta
-from data_pipeline.tokenizers.reading import TokenizerFile
 
 _INSTEAD = "choose another output, or replace it with --overwrite"
 
@@ -23,7 +22,7 @@ def check_replaceable(output: Path, job: PreparationPlan, overwrite: bool) -> No
     Unfinished or damaged output of the same job is; that of another job only with `overwrite`; files that `prepare`
     did not write never. Its own output has metadata, or a journal if a run was stopped between its renames.
     """
-    ours = meta_path(output).exists() or PartStore(output, job.parts_sha256).has_journal
+    ours = meta_path(output).exists() or PartStore(output, job.parts_sha256).journal.exists()
     for path in (with_ending(output, ".bin"), with_ending(output, ".idx"), loss_path(output)):
         if path.exists() and not ours:
             raise DataError(f"{path} exists and was not written by prepare: choose another output, or move it away")
@@ -80,7 +79,8 @@ def _asked(former: CorpusMeta, job: PreparationPlan) -> str:
         notes.append(f"--fill-in-the-middle {options.fill_in_the_middle:g} (not {former.fill_in_the_middle:g})")
     if former.tokenizers is None and not options.train_on and job.places != CUT_PLACES:
         notes.append("long documents not cut where that changes their tokens (older versions did)")
-    if former.tokenizer_sha256 != job.tokenizer.sha256 and _is_alike(former, job.tokenizer):
+    is_alike = (former.tokenizer, former.vocab_size) == (job.tokenizer.given, job.tokenizer.vocab_size)
+    if former.tokenizer_sha256 != job.tokenizer.sha256 and is_alike:
         notes.append("whose tokenizer is another one since")
     if options.longest_row != LONGEST_ROW:
         notes.append(f"--longest-row {options.longest_row >> 20}")
@@ -88,7 +88,3 @@ def _asked(former: CorpusMeta, job: PreparationPlan) -> str:
         rows = ", or hold rows, which older versions read as one text" if former.tokenizers is None else ""
         notes.append(f"whose files are others or have changed since{rows}")
     return ", ".join([asked, *notes])
-
-
-def _is_alike(former: CorpusMeta, tokenizer: TokenizerFile) -> bool:
-    return (former.tokenizer, former.vocab_size) == (tokenizer.given, tokenizer.vocab_size)

@@ -23,11 +23,8 @@ _KNOWN_TOKENS = (
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
     ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
-    (
-        "<\uff5cfim▁begin\uff5c>",
-        "<\uff5cfim▁hole\uff5c>",
-        "<\uff5cfim▁end\uff5c>",
-    ),  # DeepSeek: the suffix is in the hole
+    # DeepSeek: the suffix is in the hole
+    ("<\uff5cfim▁begin\uff5c>", "<\uff5cfim▁hole\uff5c>", "<\uff5cfim▁end\uff5c>"),
 )
 
 

@@ -147,6 +147,8 @@ class PartStore:
 
     def __init__(self, output: Path, job_sha256: str) -> None:
         self.output, self.folder, self.job_sha256 = output, with_ending(output, ".parts"), job_sha256
+        self.journal = self.folder / "journal.json"  # there once a run of this or another job has begun, until its end
+        self._workers, self._counts = self.folder / "workers", self.folder / "documents.json"
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -184,7 +186,7 @@ class PartStore:
             complete, others = self.folder.glob("part-*.npz"), self.folder.glob("part-*.bin")
             for file in (self._counts, *complete, *others):  # what marks a part as complete goes first
                 file.unlink(missing_ok=True)
-        write_atomically(self._journal, json.dumps({"job_sha256": self.job_sha256}).encode())
+        write_atomically(self.journal, json.dumps({"job_sha256": self.job_sha256}).encode())
         return foreign
 
     def _wait_for_workers(self) -> None:
@@ -272,28 +274,11 @@ class PartStore:
         if self._belongs():
             self.remove()
 
-    @property
-    def has_journal(self) -> bool:
-        """True if a run of this or another job has begun and not finished."""
-        return self._journal.exists()
-
-    @property
-    def _workers(self) -> Path:
-        return self.folder / "workers"
-
-    @property
-    def _counts(self) -> Path:
-        return self.folder / "documents.json"
-
-    @property
-    def _journal(self) -> Path:
-        return self.folder / "journal.json"
-
     def _belongs(self) -> bool:
-        if not self._journal.is_file():  # a pipe would be waited for
+        if not self.journal.is_file():  # a pipe would be waited for
             return False
         try:
-            return bool(json.loads(self._journal.read_bytes())["job_sha256"] == self.job_sha256)
+            return bool(json.loads(self.journal.read_bytes())["job_sha256"] == self.job_sha256)
         except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
             return False
 

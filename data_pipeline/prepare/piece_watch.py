@@ -11,7 +11,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes import Array, c_char
-from pathlib import Path
+
+import psutil
 
 from data_pipeline.prepare.cutting import TextPiece
 from data_pipeline.tokenizers.reading import CHARACTERS_PER_S, MEMORY_BYTES, PROCESSOR_S
@@ -47,7 +48,7 @@ def _watch(last_words: "Array[c_char]") -> None:
     while True:
         time.sleep(_LOOK_EVERY_S)
         piece = _current
-        used_s, used_bytes = time.process_time(), resident_bytes()
+        used_s, used_bytes = time.process_time(), psutil.Process().memory_info().rss
         if piece is not known:
             known, began_s, began_bytes = piece, used_s, used_bytes
         elif piece is not None and (why := _excess(len(piece.text), used_s - began_s, used_bytes - began_bytes)):
@@ -62,8 +63,3 @@ def _excess(characters: int, seconds: float, memory: int) -> str:
     if seconds > most_s:
         return f"more than {most_s:.0f} s"
     return f"more than {most_bytes / 1e9:.1f} GB of memory" if memory > most_bytes else ""
-
-
-def resident_bytes() -> int:
-    """Returns the memory that this process holds."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -100,9 +100,8 @@ class PreparationPlan:
     @cached_property
     def parts_sha256(self) -> str:
         """Digest of the job and of how its text is cut into units."""
-        reader = next(
-            (found.version for found in distributions(name="datasets")), "none"
-        )  # which text files do without
+        # text files do without it
+        reader = next((found.version for found in distributions(name="datasets")), "none")
         return hashlib.sha256(f"{self.sha256} {_UNITS} {reader}".encode()).hexdigest()
 
 

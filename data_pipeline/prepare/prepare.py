@@ -104,7 +104,9 @@ def prepare(
         raise DataError(f"{workers} workers cannot encode anything: ask for at least 1, or leave it out for all cores")
     trained = tokenizer if isinstance(tokenizer, TrainedTokenizer) else None
     job = plan_job(sources, tokenizer, options)
-    workers = _useful_workers(workers, job)
+    workers = workers or len(os.sched_getaffinity(0))
+    if job.source_bytes is not None:  # a unit of text for each
+        workers = max(1, min(workers, job.source_bytes // job.unit_bytes))
     store = PartStore(output, job.parts_sha256)
     meta = _finished(output, job)
     reused, discarded, first_skipped = meta is not None, 0, list[str]()
@@ -158,14 +160,6 @@ def prepare(
         loss_token_count=meta.loss_token_count if meta else None,
         repeated=repeated_files(source.path for source in job.sources if source.path is not None),
     )
-
-
-def _useful_workers(asked: int | None, job: PreparationPlan) -> int:
-    """Returns the number of worker processes: all usable cores by default, but a unit of text for each."""
-    workers = asked or len(os.sched_getaffinity(0))
-    if job.source_bytes is None:
-        return workers
-    return max(1, min(workers, job.source_bytes // job.unit_bytes))
 
 
 def _announce_waiting(job: PreparationPlan, workers: int, notice: Callable[[str], None]) -> None:
@@ -266,10 +260,10 @@ class _Reporter:
 
 def _encode_missing(work: UnitWork, finished: set[int], workers: int, reporter: _Reporter) -> None:
     """Encodes every unit that has no part yet."""
-    first_documents = _first_documents(work, workers, reporter)
-    reporter.begin("encoding", finished)
-    tasks = (UnitTask(number, first) for number, first in enumerate(first_documents) if number not in finished)
     try:
+        first_documents = _first_documents(work, workers, reporter)
+        reporter.begin("encoding", finished)
+        tasks = (UnitTask(number, first) for number, first in enumerate(first_documents) if number not in finished)
         for done in units_done(work, tasks, workers, reporter.add):
             reporter.finish(done)
     except DataError as error:
@@ -288,15 +282,11 @@ def _first_documents(work: UnitWork, workers: int, reporter: _Reporter) -> list[
     counts = work.store.document_counts
     if counts is None or len(counts) != count:
         reporter.begin("counting")
-        found = [0] * count
+        counts = [0] * count
         tasks = (UnitTask(number, 0, only_count=True) for number in range(count))
-        try:
-            for done in units_done(work, tasks, workers, reporter.add):
-                found[done.number] = done.documents
-                reporter.finish(done)
-        except DataError as error:
-            raise DataError(*numbered_from_the_first([str(error)])) from error
-        counts = found
+        for done in units_done(work, tasks, workers, reporter.add):
+            counts[done.number] = done.documents
+            reporter.finish(done)
         work.store.keep_document_counts(counts)
     return list(accumulate(counts[:-1], initial=0))
 

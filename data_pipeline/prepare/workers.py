@@ -204,14 +204,7 @@ class _StoppedError(Exception):
     """The parent no longer wants what this worker is doing."""
 
 
-class _Worker(NamedTuple):
-    """The things that a worker process is given when it starts."""
-
-    work: UnitWork
-    shared: SharedCounts
-
-
-_worker: _Worker  # of this process, if it is one
+_worker: tuple[UnitWork, SharedCounts]  # what this process was given when it started, if it is a worker
 
 
 def _start_worker(work: UnitWork, shared: SharedCounts) -> None:
@@ -224,11 +217,12 @@ def _start_worker(work: UnitWork, shared: SharedCounts) -> None:
         os._exit(1)
     if not work.job.encoder.tokenizer.is_harmless:
         watch_pieces(shared.last_words)
-    _worker = _Worker(work, shared)
+    _worker = work, shared
 
 
 def _do_in_worker(task: UnitTask) -> TaskDone:
-    return _worker.work.do(task, _worker.shared.add)
+    work, shared = _worker
+    return work.do(task, shared.add)
 
 
 @contextmanager

@@ -92,10 +92,8 @@ class BestFitSamples(CorpusSamples):
         corpus, firsts, _ = self._bin(k)
         every = range(len(corpus))
         # the last of the documents that start at or before a token's place holds the token
-        numbers = [
-            bisect_right(every, first, key=lambda i: int(corpus.starts(i, i)[0])) - 1 for first in firsts.tolist()
-        ]
-        return [DocumentRange(corpus.prefix, number, number) for number in numbers]
+        starts = (bisect_right(every, first, key=lambda i: int(corpus.starts(i, i)[0])) for first in firsts.tolist())
+        return [DocumentRange(corpus.prefix, number - 1, number - 1) for number in starts]
 
     def samples_of(self, prefix: Path, document: int, epoch: int) -> list[int]:
         """Returns the samples of an epoch that hold tokens of one document of a corpus, in rising order."""
@@ -124,9 +122,8 @@ class BestFitSamples(CorpusSamples):
         slots = self.samples_per_epoch * (self.sequence_length + 1)
         padding = 1 - sum(plan.placed_tokens for plan in self._plans) / slots
         if padding >= _MUCH_PADDING:  # conversations that must stay whole cannot be packed otherwise
-            other = (
-                "" if self.has_loss_mask and self.too_long != "cut" else ", or data.packing concat,"
-            )  # refuses masks
+            is_refused = self.has_loss_mask and self.too_long != "cut"
+            other = "" if is_refused else ", or data.packing concat,"
             notices.append(
                 f"{padding:.1%} of the {self.split} split's samples is padding, because its documents leave gaps that "
                 f"no other one fits: another sequence_length{other} wastes less"

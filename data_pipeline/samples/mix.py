@@ -85,9 +85,7 @@ class Mix:
     def counts(self, stop: int) -> list[int]:
         """Returns how many of the samples [0, stop) come from each source."""
         stage = self.stage_of(max(0, stop - 1))
-        return [
-            offset + counted for offset, counted in zip(self._offsets[stage], self._counts(stage, stop), strict=True)
-        ]
+        return [sum(pair) for pair in zip(self._offsets[stage], self._counts(stage, stop), strict=True)]
 
     def sample_of(self, source: int, j: int) -> int | None:
         """Returns the sample of the run that is number j of a source; None if no stage from there on reads it."""
@@ -234,11 +232,10 @@ class MixRecord:
     def read(cls, facts: Mapping[str, Any]) -> Self:
         """Returns the record that `facts` wrote."""
         stages = [MixStage(**stage | {"replaced": tuple(stage.get("replaced", ()))}) for stage in facts["stages"]]
-        mix = (
-            Mix.by_samples(facts["stages"][0]["weights"])
-            if facts["by_samples"]
-            else Mix.by_weights([*facts["sources"]], stages)
-        )
+        if facts["by_samples"]:
+            mix = Mix.by_samples(facts["stages"][0]["weights"])
+        else:
+            mix = Mix.by_weights([*facts["sources"]], stages)
         return cls(mix, facts["sources"], facts["global_batch_size"], facts.get("batch_stages", ""))
 
     def facts(self) -> dict[str, Any]:
@@ -342,11 +339,11 @@ class MixedSamples:
 
     def sources_of(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns the source of each of these samples, by its place among the names."""
-        return np.array([self._places(k // _AT_ONCE)[k % _AT_ONCE][0] for k in numbers.tolist()], dtype=np.int64)
+        return np.array([self._place(k)[0] for k in numbers.tolist()], dtype=np.int64)
 
     def read_row(self, k: int, rows: SampleRows, row: int) -> None:
         """Reads sample k into a row of a micro-batch; its ids are not checked."""
-        source, j = self._places(k // _AT_ONCE)[k % _AT_ONCE]
+        source, j = self._place(k)
         self._in_turn[source].read_row(j, rows, row)
 
     def count_valid_targets(self, k: int) -> int:
@@ -386,5 +383,4 @@ class MixedSamples:
         return places
 
     def _place(self, k: int) -> tuple[int, int]:
-        block, number = divmod(k, _AT_ONCE)
-        return self._places(block)[number]
+        return self._places(k // _AT_ONCE)[k % _AT_ONCE]

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 _ROUNDS = 6
 _SALT = np.uint64(0x6D6567616C697465)  # "megalite", of the hash that holds documents out
-_FEW = 8  # numbers that take less time one by one
 _MASK64 = 2**64 - 1
 RoundKeys = tuple[int, ...]
 
@@ -28,16 +27,12 @@ def permuted_range(first: int, stop: int, size: int, key: RoundKeys) -> list[int
     """Returns the images of the indexes [first, stop), which takes much less time than one by one."""
     assert 0 <= first <= stop <= size, f"indexes [{first}, {stop}) outside [0, {size})"
     bits = (size - 1).bit_length()
-    images = _encrypt_all(np.arange(first, stop, dtype=np.uint64), bits, key)
+    images = _encrypt(np.arange(first, stop, dtype=np.uint64), bits, key)
     outside = np.flatnonzero(images >= size)
-    while len(outside) > _FEW:
-        images[outside] = again = _encrypt_all(images[outside], bits, key)
+    while len(outside):
+        images[outside] = again = _encrypt(images[outside], bits, key)
         outside = outside[again >= size]
-    found: list[int] = images.tolist()
-    for place in outside.tolist():
-        while found[place] >= size:
-            found[place] = _encrypt(found[place], bits, key)
-    return found
+    return images.tolist()
 
 
 def index_of_permuted(image: int, size: int, key: RoundKeys) -> int:
@@ -50,18 +45,8 @@ def index_of_permuted(image: int, size: int, key: RoundKeys) -> int:
     return index
 
 
-def _encrypt(value: int, bits: int, key: RoundKeys) -> int:
-    """Encrypts a number of `bits` bits with an unbalanced Feistel network."""
-    left_bits, right_bits = bits // 2, bits - bits // 2
-    left, right = value >> right_bits, value & ((1 << right_bits) - 1)
-    for round_key in key:
-        left, right = right, left ^ (mix64(right ^ round_key) & ((1 << left_bits) - 1))
-        left_bits, right_bits = right_bits, left_bits
-    return (left << right_bits) | right
-
-
-def _encrypt_all(values: NDArray[np.uint64], bits: int, key: RoundKeys) -> NDArray[np.uint64]:
-    """Applies `_encrypt` to each of the values."""
+def _encrypt(values: NDArray[np.uint64], bits: int, key: RoundKeys) -> NDArray[np.uint64]:
+    """Encrypts numbers of `bits` bits, each with an unbalanced Feistel network."""
     left_bits, right_bits = bits // 2, bits - bits // 2
     left, right = values >> np.uint64(right_bits), values & np.uint64((1 << right_bits) - 1)
     spare = np.empty_like(values)

@@ -78,8 +78,8 @@ class PackingRequest:
 
     @property
     def identity(self) -> NDArray[np.int64]:
-        facts = [RULE, self.index_sha256, self.sequence_length, self.split, float(self.held_out_fraction)]
-        facts.append(self.leaves_out_longer)
+        held_out, is_left_out = float(self.held_out_fraction), self.leaves_out_longer
+        facts = [RULE, self.index_sha256, self.sequence_length, self.split, held_out, is_left_out]
         return np.frombuffer(hashlib.sha256(json.dumps(facts).encode()).digest(), dtype="<i8")
 
 
@@ -139,9 +139,8 @@ class PackingPlan:
         found = []
         for begin in range(0, self.piece_count, _AT_ONCE):
             pieces = self._words(_HEADER_WORDS + begin, min(_AT_ONCE, self.piece_count - begin))
-            found += (
-                np.flatnonzero((pieces >= first << _LENGTH_BITS) & (pieces < end << _LENGTH_BITS)) + begin
-            ).tolist()
+            inside = (pieces >= first << _LENGTH_BITS) & (pieces < end << _LENGTH_BITS)
+            found += (np.flatnonzero(inside) + begin).tolist()
         edges = range(self.bin_count + 1)
         return [
             bisect_right(edges, piece, key=lambda at: int(self._words(self._edges_at + at, 1)[0])) - 1

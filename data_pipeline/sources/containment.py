@@ -41,12 +41,8 @@ def check_inside(folder: Path, files: Iterable[Path]) -> None:
 
 def _root(folder: Path) -> Path:
     real = folder.resolve()
-    in_cache = (
-        parent.parent
-        for parent in real.parents
-        if parent.name == "snapshots" and _HUB_CACHE.fullmatch(parent.parent.name)
-    )
-    return next(in_cache, real)
+    snapshots = (parent.parent for parent in real.parents if parent.name == "snapshots")
+    return next((repository for repository in snapshots if _HUB_CACHE.fullmatch(repository.name)), real)
 
 
 def check_saved(folder: Path, saved: Path) -> None:

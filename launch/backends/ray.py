@@ -27,14 +27,7 @@ from types import MappingProxyType
 from typing import Any
 
 from launch.backends.ray_cluster import connect
-from launch.errors import (
-    FAILED_CODE,
-    INTERRUPTED_CODE,
-    PREEMPTED_CODE,
-    STOPPED_CODE,
-    USER_ERROR_CODE,
-    LaunchError,
-)
+from launch.errors import FAILED_CODE, INTERRUPTED_CODE, PREEMPTED_CODE, STOPPED_CODE, USER_ERROR_CODE, LaunchError
 from launch.runtime.forwarded_environment import forwarded_environment
 from launch.runtime.import_path import CHECKOUT, import_variables
 from launch.runtime.local_ranks import free_port, rank_environment
@@ -238,9 +231,8 @@ def code_of(failures: dict[int, str], logs: Path, before: Mapping[str, int] = Ma
     if lost := sorted(failures.keys() - codes.keys()):
         log.error(f"Ray lost the worker of rank {lost[0]}")
         return LOST_CODE
-    rank = min(
-        codes, key=lambda rank: (codes[rank] == FAILED_CODE, rank)
-    )  # a rank that lost a peer fails with that code
+    # a rank that lost a peer fails with that code
+    rank = min(codes, key=lambda rank: (codes[rank] == FAILED_CODE, rank))
     code = codes[rank]
     # Ray may name another rank although rank 0, whose log is shown, has failed with the same error, or told it
     if rank and code not in SAID_BY_RANK_0 and not _mistakes(logs / "rank_0.log", before):

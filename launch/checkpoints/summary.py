@@ -21,13 +21,8 @@ LAYOUT = {
 }
 MAIN_OPTIONS = {
     "model": (
-        "model_type",
-        "num_hidden_layers",
-        "hidden_size",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "vocab_size",
-        "tie_word_embeddings",
+        *("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads"),
+        *("vocab_size", "tie_word_embeddings"),
     ),
     "training": ("global_batch_size", "sequence_length", "steps", "tokens", "seed"),
     "optimizer": ("name", "learning_rate"),

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
+from functools import partial
 from typing import TypeVar
 
 from torch._C._distributed_c10d import TCPStore
@@ -57,11 +58,9 @@ def join(address: str, port: int, timeout: timedelta, patience_s: float) -> TCPS
 
 def _greeted(address: str, port: int, timeout: timedelta) -> TCPStore:
     """Returns a connection to the store. Raises DistError where something else listens, for which torch would wait."""
+    connect = partial(TCPStore, address, port, is_master=False, timeout=timeout, wait_for_workers=False)
     try:
-        return answered_within(
-            GREETING_S,
-            lambda: TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False),
-        )
+        return answered_within(GREETING_S, connect)
     except TimeoutError:
         raise DistError(
             f"what listens there has not answered for {GREETING_S:.0f} s, as another program would, or a host that is "

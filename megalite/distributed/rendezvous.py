@@ -121,17 +121,14 @@ class Rendezvous:
             self._watch = FailureWatch(_clone(self._notes), self.rank, self.world_size, secret, self._end)
         if not is_by_torchrun:
             return self._prove_and_come(secret)
-        self._forget_before()
-        self._come()
-        if self.rank:  # without torchrun the notes end with the process of rank 0
-            threading.Thread(target=self._renew, name="rendezvous", daemon=True).start()
-
-    def _forget_before(self) -> None:
-        """Removes the notes of a rendezvous before a restart."""
+        # the notes of a rendezvous before a restart
         self._notes.delete_key(_key(JOINED, self.rank))
         if self.rank == 0:
             for rank in range(self.world_size):
                 self._notes.delete_key(_key(COME, rank))
+        self._come()
+        if self.rank:  # without torchrun the notes end with the process of rank 0
+            threading.Thread(target=self._renew, name="rendezvous", daemon=True).start()
 
     def _come(self, proof: str = "") -> None:
         """Notes that this rank has come; rank 0 waits for all others."""
@@ -164,7 +161,10 @@ class Rendezvous:
             if secret:
                 come = f"rank {self.rank} of {self.world_size} has reached rank 0 {self.place}, which waits for others"
                 self._announce(lambda: come)
-                self._hear_verdict(shared)
+                verdict = self._notes.get(VERDICT).decode(errors="replace")
+                if not shared.proves(ALL_PROVEN, verdict):
+                    number = verdict.removeprefix(f"{REFUSED} ")
+                    raise RendezvousFailed(self.refusal(int(number) if number.isdecimal() else 0))
         self.secret = shared if secret else None
 
     def _check_proofs(self, shared: SharedSecret) -> None:
@@ -177,12 +177,6 @@ class Rendezvous:
                 time.sleep(REFUSAL_S)
                 raise RendezvousFailed(self.refusal(rank))
         self._notes.set(VERDICT, shared.proof(ALL_PROVEN))
-
-    def _hear_verdict(self, shared: SharedSecret) -> None:
-        verdict = self._notes.get(VERDICT).decode(errors="replace")
-        if not shared.proves(ALL_PROVEN, verdict):
-            number = verdict.removeprefix(f"{REFUSED} ")
-            raise RendezvousFailed(self.refusal(int(number) if number.isdecimal() else 0))
 
     def refusal(self, rank: int) -> str:
         """Returns the sentence about a rank that does not know the secret."""

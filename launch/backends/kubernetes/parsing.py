@@ -46,10 +46,7 @@ FORMS = {  # what a text is to be -> its form, and what to write
         rf"([0-9]+\.?[0-9]*|\.[0-9]+)(?:({'|'.join(UNITS)})|([eE][-+]?[0-9]{{1,2}}))?",
         "write it as in 8, 500m, 1.5, 64Gi or 64G",
     ),
-    "resource of a node": (
-        rf"{SUBDOMAIN}/{QUALIFIED}(=0*[1-9][0-9]*)?",
-        "write it as in rdma/hca_shared_devices_a=1",
-    ),
+    "resource of a node": (rf"{SUBDOMAIN}/{QUALIFIED}(=0*[1-9][0-9]*)?", "write it as in rdma/hca_shared_devices_a=1"),
     "user": (r"[0-9]{1,10}(:[0-9]{1,10})?", "write UID or UID:GID in numbers, as in 1000:1000; 0 is root"),
 }
 

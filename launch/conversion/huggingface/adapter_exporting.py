@@ -22,7 +22,7 @@ from launch.conversion.huggingface.model_folder import DTYPES
 from launch.conversion.huggingface.progress import ConversionPlan, ConvertSummary, ReportProgress
 from launch.conversion.huggingface.streaming import Stream, convert
 from launch.conversion.huggingface.validation import Validation
-from megalite.checkpoint.atomic_folder import check_replaceable, check_room, new_folder
+from megalite.checkpoint.atomic_folder import check_room, new_folder
 from megalite.checkpoint.durable_files import room_at
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.huggingface.folder import GENERATION_CONFIG
@@ -46,9 +46,7 @@ class AdapterExport:
     dtype: str
     tokenizer: list[Path]
     notices: tuple[str, ...]
-    ends: int | list[int] | None = (
-        None  # eos_token_id of a model that has learned to end by others than its base; None: as before
-    )
+    ends: int | list[int] | None = None  # eos_token_id of a model that ends by others than its base; None: as before
 
     @cached_property
     def modules(self) -> Mapping[str, tuple[str, str]]:
@@ -137,7 +135,6 @@ def export_adapters(
 
     Raises CheckpointError or LaunchError.
     """
-    check_replaceable(folder.resolve(), overwrite, ADAPTER)
     plan, entries = plan_adapters(export, folder), export.entries()
     check_room(folder.resolve(), plan.bytes_written)
     with new_folder(folder, overwrite=overwrite, marker=ADAPTER) as written:

@@ -20,9 +20,7 @@ from megalite.checkpoint.huggingface.tokenizer_folder import TOKENIZER, tokenize
 from megalite.checkpoint.manifest import Manifest
 
 KEPT = "model_tokenizer"  # folder in the folder of a run
-RECORDED = (
-    f"../../{KEPT}"  # the same as manifests of the run's checkpoints have it, relative to the checkpoint's folder
-)
+RECORDED = f"../../{KEPT}"  # the same in manifests of the run's checkpoints, relative to the checkpoint's folder
 FILES_SHA256 = "tokenizer_files_sha256"  # under `hugging_face` in the manifest of an import without tokenizer.json
 REMEDY = "give its folder with --tokenizer"
 

@@ -32,12 +32,7 @@ from launch.errors import LaunchError
 from megalite.checkpoint.atomic_folder import check_replaceable, check_room, existing_folder, new_folder
 from megalite.checkpoint.durable_files import room_at
 from megalite.checkpoint.errors import CheckpointError
-from megalite.checkpoint.huggingface.folder import (
-    SHARD_BYTES,
-    shard_names,
-    write_configs,
-    write_weights,
-)
+from megalite.checkpoint.huggingface.folder import SHARD_BYTES, shard_names, write_configs, write_weights
 from megalite.checkpoint.huggingface.json_files import ADAPTER, CONFIG
 from megalite.checkpoint.huggingface.safetensors_writer import Entry
 from megalite.checkpoint.huggingface.tokenizer_folder import TOKENIZER, copy_tokenizer
@@ -82,12 +77,9 @@ def plan_export(
     merge: bool = False,
 ) -> ConversionPlan:
     """Describes what `export_hugging_face` would do. Raises what it would raise before it writes."""
-    existing_folder(hf_dir.resolve())  # a mistyped target is told before the checkpoint is read
-    reader = _open(checkpoint, merge=merge)
+    reader = _open(checkpoint, hf_dir, merge=merge, overwrite=overwrite)
     if reader.has_adapters and not merge:
-        check_replaceable(hf_dir.resolve(), overwrite, ADAPTER)
         return plan_adapters(_adapters(reader, dtype, tokenizer), hf_dir)
-    check_replaceable(hf_dir.resolve(), overwrite, CONFIG)
     return _plan(_prepare(reader, dtype, tokenizer), hf_dir, max_shard_bytes)
 
 
@@ -128,12 +120,10 @@ def export_hugging_face(
     transformers is loaded, which changes settings of the whole process while it loads: do not call it in a thread
     beside training.
     """
-    existing_folder(hf_dir.resolve())  # a mistyped target is told before the checkpoint is read
-    reader = _open(checkpoint, merge=merge)
+    reader = _open(checkpoint, hf_dir, merge=merge, overwrite=overwrite)
     if reader.has_adapters and not merge:
         adapters = _adapters(reader, dtype, tokenizer)
         return export_adapters(adapters, hf_dir, overwrite=overwrite, validate=validate, report=report)
-    check_replaceable(hf_dir.resolve(), overwrite, CONFIG)
     export = _prepare(reader, dtype, tokenizer)
     plan = _plan(export, hf_dir, max_shard_bytes)
     check_room(hf_dir.resolve(), plan.bytes_written)
@@ -163,10 +153,12 @@ def export_hugging_face(
         return convert(plan, write, compare if validate else None, what, report)
 
 
-def _open(checkpoint: Path, *, merge: bool) -> MergedReader:
+def _open(checkpoint: Path, hf_dir: Path, *, merge: bool, overwrite: bool) -> MergedReader:
+    existing_folder(hf_dir.resolve())  # a mistyped target is told before the checkpoint is read
     reader = open_checkpoint(checkpoint, MergedReader)
     if merge and not reader.has_adapters:
         raise LaunchError(f"{reader.folder}: holds no adapters to merge, but the model itself: leave --merge out")
+    check_replaceable(hf_dir.resolve(), overwrite, ADAPTER if reader.has_adapters and not merge else CONFIG)
     return reader
 
 

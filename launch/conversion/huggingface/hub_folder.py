@@ -71,7 +71,7 @@ def _download(hub_id: str, patterns: list[str]) -> Path:
     except Exception as error:  # network, permission, unknown id: the hub's errors have no common class
         raise LaunchError(
             f"{hub_id}: there is no folder {Path(hub_id).absolute()}{nearest(Path(hub_id))}, and the hub did not give "
-            f"it: {_first_line(error)}"
+            f"it: {next(iter(str(error).strip().splitlines()), type(error).__name__)}"
         ) from None
 
 
@@ -100,8 +100,3 @@ def model_of(options: Any, where: str) -> ModelConfig:
         return ModelConfig.model_validate(options)
     except ValidationError as error:
         raise CheckpointError(f"{where}: {describe_validation_error(error, ModelConfig)}") from None
-
-
-def _first_line(error: Exception) -> str:
-    """Returns the first line of an error message."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)

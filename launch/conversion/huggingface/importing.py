@@ -5,7 +5,7 @@ The checkpoint appears under its name only after our serial model and transforme
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 
@@ -43,7 +43,7 @@ def plan_import(
 
 
 def _plan(source: ModelFolder, checkpoint: Path, dtype: str | None) -> ConversionPlan:
-    parameters = _parameters(source.shapes)
+    parameters = sum(map(prod, source.shapes.values()))
     return ConversionPlan(
         source=str(source.folder),
         target=str(checkpoint),
@@ -63,7 +63,7 @@ def _plan_of_hub_id(place: str, checkpoint: Path) -> ConversionPlan:
     folder = local_folder(place, weights=False)
     config = read_json(folder / CONFIG)
     model = model_of(model_config(config), str(folder / CONFIG))
-    parameters = _parameters(global_shapes(model))
+    parameters = sum(map(prod, global_shapes(model).values()))
     places = read_json(folder / INDEX).get("weight_map") if (folder / INDEX).is_file() else {"": WEIGHTS}
     stored = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     return ConversionPlan(
@@ -127,10 +127,6 @@ def _check_target(checkpoint: Path, overwrite: bool) -> None:
 def _check_dtype(dtype: str | None) -> None:
     if dtype is not None and dtype not in DTYPES:
         raise LaunchError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}")
-
-
-def _parameters(shapes: Mapping[str, tuple[int, ...]]) -> int:
-    return sum(map(prod, shapes.values()))
 
 
 def _manifest(source: ModelFolder, dtype: str | None) -> Manifest:
