@@ -339,11 +339,11 @@ class MixedSamples:
 
     def sources_of(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns the source of each of these samples, by its place among the names."""
-        return np.array([self._place(k)[0] for k in numbers.tolist()], dtype=np.int64)
+        return np.array([self._places(k // _AT_ONCE)[k % _AT_ONCE][0] for k in numbers.tolist()], dtype=np.int64)
 
     def read_row(self, k: int, rows: SampleRows, row: int) -> None:
         """Reads sample k into a row of a micro-batch; its ids are not checked."""
-        source, j = self._place(k)
+        source, j = self._places(k // _AT_ONCE)[k % _AT_ONCE]
         self._in_turn[source].read_row(j, rows, row)
 
     def count_valid_targets(self, k: int) -> int:

@@ -4,17 +4,16 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_pipeline.samples.order import RoundKeys, _encrypt, epoch_key, permuted_range
+from data_pipeline.samples.order import RoundKeys, epoch_key, permuted_range
 
 
 def permuted_index(index: int, size: int, key: RoundKeys) -> int:
-    """The image of one index, by cycle walking: the network permutes a power of two."""
-    image = _encrypt(index, (size - 1).bit_length(), key)
-    return image if image < size else permuted_index(image, size, key)
+    (image,) = permuted_range(index, index + 1, size, key)
+    return image
 
 
 def permutation(size: int, key: RoundKeys) -> list[int]:
-    return [permuted_index(index, size, key) for index in range(size)]
+    return permuted_range(0, size, size, key)
 
 
 @settings(max_examples=80)
