@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import write_config
-from tests.helpers.commands import BIN, metrics, run
+from tests.helpers.commands import BIN, command_line, metrics, run
 
 pytestmark = pytest.mark.slow
 
@@ -20,8 +20,8 @@ def test_two_variants_and_a_report_on_their_runs(tiny: dict[str, Any], tmp_path:
     tiny["checkpoint"], tiny["training"]["evaluation"] = {"interval": 1}, {"interval": 1, "samples": 4}
     config, folder = write_config(tmp_path / "c.yaml", tiny), tmp_path / "series"
     varied = ["--vary", "training.global_batch_size=4,16", "--steps", "4", "--warm-up", "2", "--rounds", "1"]
-    words = [BIN / "megalite", "bench", config, *varied, "-o", folder, "--json"]
-    done = run(*words)
+    words = ["bench", str(config), *varied, "-o", str(folder), "--json"]
+    done = run(BIN / "megalite", *words)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     small, large = found["points"]
@@ -39,11 +39,11 @@ def test_two_variants_and_a_report_on_their_runs(tiny: dict[str, Any], tmp_path:
         assert sum(point["parts_s"].values()) == pytest.approx(step_s) and point["memory_peak_mib"] > 50
     assert not small["is_distinguishable"], "one round shows no spread"
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("metrics.jsonl")}
-    again = run(*words)
+    again = command_line(*words, env={"DS_ACCELERATOR": "cpu"})
     assert again.returncode == 0 and json.loads(again.stdout) == found
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("metrics.jsonl")} == before
     report = tmp_path / "report"
-    scaled = run(BIN / "megalite", "scaling", "--from", *small["runs"], "--warm-up", "2", "-o", report, "--json")
+    scaled = command_line("scaling", "--from", *small["runs"], "--warm-up", "2", "-o", str(report), "--json")
     assert scaled.returncode == 0, scaled.stderr
     assert json.loads(scaled.stdout)["points"][0]["efficiency"] == 1.0
     assert {path.name for path in report.iterdir()} == {"scaling.html", "scaling.csv", "scaling.json"}

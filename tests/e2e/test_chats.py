@@ -12,7 +12,7 @@ import torch
 from data_pipeline.tokenizers.training import train_tokenizer
 from megalite.checkpoint.manifest import read_manifest
 from tests.e2e.test_documented_commands import commands_of, words_of
-from tests.helpers.commands import ROOT, metrics, run
+from tests.helpers.commands import ROOT, command_line, metrics, run
 from tests.helpers.hub_models import HubModel
 
 pytestmark = pytest.mark.slow
@@ -47,8 +47,11 @@ def test_from_conversations_to_a_conversation(workplace: Path) -> None:
     assert [words_of(line)[1][1] for line in lines][1:] == ["prepare", "data", "train", "generate"]
     for line in lines:
         words = words_of(line)[1]
-        quickly = ["monitor.plot=false", "monitor.report=false"] if words[1] == "train" else []
-        done = run(*words, *quickly, cwd=workplace)
+        if words[1] in ("train", "-c"):
+            quickly = ["monitor.plot=false", "monitor.report=false"] if words[1] == "train" else []
+            done = run(*words, *quickly, cwd=workplace)
+        else:
+            done = command_line(*words[1:], cwd=workplace, env={"DS_ACCELERATOR": "cpu"})
         assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
     losses = [record["loss"] for record in metrics(workplace / "runs/chat/run")]
     assert losses[-1] < 0.2 * losses[0], losses

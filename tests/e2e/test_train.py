@@ -17,7 +17,7 @@ from launch.inference.stored_model import open_stored
 from megalite.monitor.events import EVENTS, read_events
 from tests.conftest import write_config
 from tests.helpers.canaries import loaded_from, plant
-from tests.helpers.commands import BIN, ROOT, metrics, run
+from tests.helpers.commands import BIN, ROOT, command_line, metrics, run
 from tests.helpers.process_table import listening
 from tests.helpers.warm_runs import session
 from tests.helpers.warm_runs import train as warm_train
@@ -67,14 +67,14 @@ def test_a_run_leaves_what_it_promises(two_stages: dict[str, Any], tmp_path: Pat
     assert len(list(folder.glob("wandb/offline-run-*/*.wandb"))) == 1
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert (folder / "checkpoints" / "latest").read_text() == "step_00000004"
-    again = run(BIN / "megalite", "train", folder / "config.yaml")
+    again = command_line("train", str(folder / "config.yaml"), env={"DS_ACCELERATOR": "cpu"})
     assert again.returncode == 0 and "nothing left to train" in again.stdout
     moved = folder.rename(tmp_path / "moved")
     stored = open_stored(moved)
     assert stored.manifest is not None and stored.manifest.tokenizer == "../../model_tokenizer"
     assert stored.tokenizer == moved / "model_tokenizer" and stored.loaded_tokenizer.ids("def")
-    on = run(BIN / "megalite", "train", moved / "config.yaml", f"run_dir={moved}", "training.steps=5")
-    assert on.returncode == 0 and "resumes from step 4 of 5 (" in on.stdout, on.stdout + on.stderr
+    on = warm_train(tmp_path, two_stages, f"run_dir={moved}", "training.steps=5")
+    assert "resumes from step 4 of 5 (" in on, on
     started = [event for event in read_events(moved / EVENTS) if event["event"] == "started"]
     assert [event["total_steps"] for event in started] == [4, 5], "which `status` and `ls` show"
 
@@ -98,9 +98,8 @@ def test_killed_and_resumed_equals_uninterrupted_to_the_last_bit(two_stages: dic
     process.wait()
     assert not (cut / "checkpoints" / "step_00000020").exists(), "the kill came too late to test anything"
 
-    resumed = run(*command, OMP_NUM_THREADS="1")
-    assert resumed.returncode == 0, resumed.stderr
-    assert f"resumes from step 10 of 20 ({cut}/checkpoints/step_00000010)" in resumed.stdout
+    resumed = warm_train(tmp_path, two_stages, f"run_dir={cut}")
+    assert f"resumes from step 10 of 20 ({cut}/checkpoints/step_00000010)" in resumed
     assert curve(cut) == curve(two_stages["run_dir"])
 
 
@@ -122,23 +121,23 @@ def _kill_family(pid: int) -> None:
     "others", [("deepspeed", "torchrun"), pytest.param(("module",), marks=pytest.mark.exhaustive)], ids=", ".join
 )
 def test_every_launcher_is_the_same_run(two_stages: dict[str, Any], tmp_path: Path, others: tuple[str, ...]) -> None:
+    """As that of ranks that nobody launched; `megalite train` is compared with these where it is killed above."""
     path = write_config(tmp_path / "c.yaml", two_stages)
     hostfile = tmp_path / "hostfile"
     hostfile.write_text("localhost slots=2\n")
     hosts = ["--hostfile", hostfile, "--no_ssh_check", "--master_addr", "127.0.0.1"]  # no sshd is needed for one host
     launchers: dict[str, list[str | Path]] = {
-        "megalite": [BIN / "megalite", "train"],
         "deepspeed": [BIN / "deepspeed", *hosts, "launch/train.py"],
         "module": [BIN / "deepspeed", "--num_gpus", "2", "--module", "launch.train"],
         "torchrun": [BIN / "torchrun", "--nproc-per-node", "2", "-m", "launch.train"],
     }
-    curves = {}
-    for name in ("megalite", *others):
-        done = run(*launchers[name], path, f"run_dir={tmp_path / name}", OMP_NUM_THREADS="1")
+    warm_train(tmp_path, two_stages)
+    wanted = curve(two_stages["run_dir"])
+    assert len(wanted) == 4
+    for name in others:
+        done = run(*launchers[name], path, f"run_dir={tmp_path / name}", "monitor.plot=false", OMP_NUM_THREADS="1")
         assert done.returncode == 0, f"{name}: {done.stderr}"
-        curves[name] = curve(tmp_path / name)
-    assert len(curves["megalite"]) == 4
-    assert all(found == curves["megalite"] for found in curves.values()), curves
+        assert curve(tmp_path / name) == wanted, name
 
 
 def test_it_runs_where_no_compiler_exists(tiny: dict[str, Any], tmp_path: Path) -> None:
@@ -196,9 +195,9 @@ def test_nothing_outlives_the_command_and_a_folder_takes_one_run(two_stages: dic
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
     assert listening(process.pid) == {"127.0.0.1"}, "gloo; the ranks themselves meet in a folder"
-    second = run(BIN / "megalite", "train", path)
+    second = command_line("train", str(path), env={"DS_ACCELERATOR": "cpu"})
     assert second.returncode == 2 and "another run is using run_dir" in second.stderr
-    told = run(BIN / "megalite", "status", two_stages["run_dir"], "--json")
+    told = command_line("status", two_stages["run_dir"], "--json")
     status = json.loads(told.stdout)
     assert told.returncode == 0 and status["state"] == "running" and status["left_s"] > 0, status
     assert status["step"] < status["total_steps"] == 100_000 and status["samples_per_second"] > 0
@@ -208,7 +207,8 @@ def test_nothing_outlives_the_command_and_a_folder_takes_one_run(two_stages: dic
         time.sleep(0.1)
     assert not ranks_of(path)
     # its memory goes before its lock, so a process without arguments may still hold that for a moment
-    while (told := run(BIN / "megalite", "status", two_stages["run_dir"])).returncode != 1:
+    while (told := command_line("status", two_stages["run_dir"])).returncode != 1:
+        time.sleep(0.1)
         assert time.monotonic() < deadline, f"it makes no progress any more: {told.stdout}"
 
 
@@ -241,5 +241,6 @@ def test_a_resume_says_what_changed_and_tokens_end_where_they_say(tiny: dict[str
         "training.steps",
         "training.tokens",
     ]
-    after = run(BIN / "megalite", "train", tmp_path / "config.yaml", *words, "--allow-change")
+    env = {"DS_ACCELERATOR": "cpu"}
+    after = command_line("train", str(tmp_path / "config.yaml"), *words, "--allow-change", env=env)
     assert after.returncode == 0 and "is at step 10 of 10: nothing left to train" in after.stdout, after.stderr
