@@ -75,6 +75,9 @@ def check_no_twin(where: str, field: str, there: Sequence[str]) -> None:
 def text_of_row(row: dict[str, Any], field: str, where: str) -> str:
     """Returns the text in `field` of a row. Raises DataError if there is none."""
     if field not in row:
+        for name, rows in row.items():
+            if isinstance(rows, list) and rows and isinstance(rows[0], dict) and field in rows[0]:
+                raise DataError(f"{where} holds rows in its list {name!r}: write that list alone into the file")
         raise lacks_text(f"{where} has no field", field, list(row))
     return checked_text(row[field], field, where)
 

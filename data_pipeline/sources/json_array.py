@@ -1,25 +1,32 @@
-"""The elements of one array of JSON, read one after another: an array of gigabytes is never in memory whole."""
+"""The elements of one array of JSON, or objects over several lines, read one after another: never all in memory."""
 
 import codecs
 import json
 from collections.abc import Iterator
 from io import BufferedReader
+from itertools import count
 from typing import Any
 
 from data_pipeline.errors import DataError
 from data_pipeline.sources.document import not_utf8, too_long
 
 _BLOCK_BYTES = 1 << 18
-_WANTED = "one array of JSON objects"
+_WANTED = "one array of JSON objects, or one object after another"
 _SPACE = " \t\r\n"
 _DECODER = json.JSONDecoder()
 
 
-def array_rows(stream: BufferedReader, path: str, longest: int) -> Iterator[tuple[str, Any]]:
-    """Yields the elements, each with its place. Raises DataError for what is no array, or for too long an element."""
+def rows_over_lines(stream: BufferedReader, path: str, longest: int) -> Iterator[tuple[str, Any]]:
+    """Yields the elements of an array, or values that follow each other, each with its place.
+
+    Raises DataError for what is not JSON, or for too long an element.
+    """
     text = _Text(stream, path)
     if not text.take("["):
-        raise DataError(f"{path} is not JSON: put {_WANTED}")
+        for number in count():
+            if not text.next_sign():
+                return
+            yield (where := f"{path}, row {number}"), text.value(where, longest)
     number = 0
     while not (text.take("]") and not number):
         where = f"{path}, row {number}"

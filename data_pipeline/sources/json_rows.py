@@ -1,7 +1,7 @@
 """Files of JSON, plain or compressed: a document is the text in one field of an object.
 
 `.jsonl` and `.ndjson` hold an object on each line; blank lines are skipped. `.json` holds the same, as many data sets
-name it, or one array of objects.
+name it, or one array of objects, or objects that are written over several lines.
 """
 
 import json
@@ -21,19 +21,19 @@ from data_pipeline.sources.document import (
     text_of_row,
     too_long,
 )
-from data_pipeline.sources.json_array import array_rows, not_json
+from data_pipeline.sources.json_array import not_json, rows_over_lines
 from data_pipeline.sources.lines import first_line, place_of_line
 from data_pipeline.sources.remote_file import Place
 from data_pipeline.sources.stretch import WHOLE, Stretch, byte_stretches, whole_file
 
 _LOOKED_AT = 1 << 12  # bytes, to tell an array
 _LINES = "one JSON object on each line"
-_ARRAY = "or name the file .json, which may hold one array"
+_ARRAY = "or name the file .json, which may hold one array, or objects over several lines"
 
 
 @dataclass(frozen=True)
 class JsonRows:
-    """The rows of a file of JSON lines or, where `may_be_array`, of one array."""
+    """The rows of a file of JSON lines or, where `may_be_array`, of one array or of objects over several lines."""
 
     path: Place
     text_field: str
@@ -50,7 +50,7 @@ class JsonRows:
         return [*file_identity(self.path), "rows of JSON"]  # older versions read it as one text
 
     def stretches(self, size_bytes: int) -> list[Stretch]:
-        if is_compressed(self.path) or self._is_array():
+        if is_compressed(self.path) or self._is_whole():
             return whole_file(self.path)
         return byte_stretches(self.path, size_bytes)
 
@@ -78,8 +78,8 @@ class JsonRows:
         with open_text(self.path, stretch.size_bytes) as stream:
             if not stretch.begin:
                 refuse_other_kind(stream, self.path)
-            if not stretch.begin and self.may_be_array and _begins_array(stream):
-                yield from array_rows(stream, str(self.path), self.longest)
+            if not stretch.begin and self.may_be_array and _has_no_lines(stream):
+                yield from rows_over_lines(stream, str(self.path), self.longest)
                 return
             number, position, end = 0, first_line(stream, stretch), stretch.end
             while (end is None or position < end) and (line := stream.readline(self.longest + 1)):
@@ -92,24 +92,29 @@ class JsonRows:
                         line = stream.readline(self.longest)
                         position += len(line)
                 elif line.strip():
-                    begins_array = number == 1 and line.lstrip()[:1] == b"[" and not self.may_be_array
+                    is_open = number == 1 and not self.may_be_array and _is_open(line)
                     try:
-                        value = parsed(line, where, f"{_LINES}, {_ARRAY}" if begins_array else _LINES)
+                        value = parsed(line, where, f"{_LINES}, {_ARRAY}" if is_open else _LINES)
                     except DataError as error:
                         on_bad_row(error)
                     else:
                         yield where, value
 
-    def _is_array(self) -> bool:
+    def _is_whole(self) -> bool:
         if not self.may_be_array:
             return False
         with open_text(self.path, _LOOKED_AT) as stream:
-            return _begins_array(stream)
+            return _has_no_lines(stream)
 
 
-def _begins_array(stream: BufferedReader) -> bool:
-    start = stream.peek(_LOOKED_AT).lstrip()
-    return start.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
+def _has_no_lines(stream: BufferedReader) -> bool:
+    return _is_open(stream.peek(_LOOKED_AT).lstrip().removeprefix(b"\xef\xbb\xbf").lstrip().partition(b"\n")[0])
+
+
+def _is_open(line: bytes) -> bool:
+    """Returns whether a first line begins an array, or an object that goes on in the next line."""
+    is_cut_in_text = line.replace(rb"\"", b"").count(b'"') % 2  # which a damaged row may be
+    return line.lstrip()[:1] == b"[" or (line.rstrip()[-1:] in (b"{", b"[", b",") and not is_cut_in_text)
 
 
 def parsed(content: bytes, where: str, wanted: str) -> Any:

@@ -62,6 +62,14 @@ def test_rows_of_json_and_of_tables_are_documents(name: str, tmp_path: Path) -> 
     assert documents([str(tmp_path / name)]) == TEXTS[:-1]
 
 
+def test_objects_over_several_lines_are_rows(tmp_path: Path) -> None:
+    """Line 1 was said to be no JSON; json.dump with an indent writes such a file, and it may be appended to."""
+    (tmp_path / "indented.json").write_text("\n".join(json.dumps({"text": text}, indent=2) for text in TEXTS[:-1]))
+    (tmp_path / "by_hand.json").write_text('\ufeff\n{"text": "a",\n"id": 1}\n', encoding="utf-8")
+    assert documents([str(tmp_path / "indented.json")]) == TEXTS[:-1]
+    assert documents([str(tmp_path / "by_hand.json")]) == ["a"]
+
+
 @pytest.mark.parametrize("ending", COMPRESSED)
 def test_compressed_files_are_read_by_their_ending(ending: str, tmp_path: Path) -> None:
     for name, content in {**FILES, "notes.txt": b"\xef\xbb\xbf" + LINES}.items():
@@ -176,7 +184,13 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
     "latin.csv": (b"text\n\xe4\n", "latin.csv, line 2 is not UTF-8 text: convert"),
     "other.json": (b'[{"text": "a"}, {"body": "b"}]', r"row 1 has no field 'text' \(it has 'body'\)"),
     "strings.json": (b'["a", "b"]', "row 0 is not a JSON object"),
-    "object.json": (b'{\n  "text": "a"\n}', "line 1 is not JSON"),
+    "wrapped.json": (
+        b'{\n  "data": [\n{"text": "a"}]\n}',
+        "row 0 holds rows in its list 'data': write that list alone",
+    ),
+    "open.json": (b'{\n  "text": "a"\n}\n{\n', r"open.json, row 1 is not JSON \(.*\): put one array of JSON objects"),
+    "open.jsonl": (b'{\n  "text": "a"\n}', r"on each line, or name the file .json, .* objects over several lines"),
+    "torn.json": (b'{"text": "a,\n{"text": "b"}\n', "torn.json, line 1 is not JSON"),
     "cut.json": (b'[{"text": "a"},', r"cut.json, row 1 is not JSON \(.*\): put one array of JSON objects"),
     "wide.jsonl": (
         '{"text": "a"}\n'.encode("utf-16"),
