@@ -30,7 +30,9 @@ from data_pipeline.prepare.plan import USUAL_OPTIONS, PreparationPlan, PrepareOp
 from data_pipeline.prepare.units import undivided_files
 from data_pipeline.prepare.workers import TaskDone, UnitTask, UnitWork, units_done
 from data_pipeline.sources.folders import repeated_files
+from data_pipeline.sources.json_rows import begins_with_row
 from data_pipeline.sources.lines import numbered_from_the_first
+from data_pipeline.sources.text import TextFile
 from data_pipeline.storage.files import decimal_size, with_ending, write_atomically
 from data_pipeline.storage.indexed import IndexedTokens
 from data_pipeline.storage.indexed_writer import token_dtype
@@ -39,6 +41,7 @@ from data_pipeline.tokenizers.training import TrainedTokenizer
 
 _BYTES_OF_A_TOKEN = 4  # of text, before it is known
 _SHOWN_ROWS = 3  # of the bad ones, in the summary
+_LOOKED_AT = 64  # files of text that may be rows
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,7 @@ def prepare(
             if notice is not None:
                 if isinstance(job.encoder, ChatEncoder) and job.encoder.notice:
                     notice(job.encoder.notice)
+                _announce_rows(job, notice)
                 _announce_waiting(job, workers, notice)
                 _announce_full_disk(job, store, notice)
             workers = min(workers, len(job.units))
@@ -160,6 +164,15 @@ def prepare(
         loss_token_count=meta.loss_token_count if meta else None,
         repeated=repeated_files(source.path for source in job.sources if source.path is not None),
     )
+
+
+def _announce_rows(job: PreparationPlan, notice: Callable[[str], None]) -> None:
+    texts = [source.path for source in job.sources if isinstance(source, TextFile) and isinstance(source.path, Path)]
+    if found := [str(path) for path in texts[:_LOOKED_AT] if begins_with_row(path)]:
+        notice(
+            f"{', '.join(found[:_SHOWN_ROWS])}: a file of text is one document, but the first line is a JSON object: "
+            f"name the file .jsonl if each line holds a document in its field {job.options.text_field or 'text'!r}"
+        )
 
 
 def _announce_waiting(job: PreparationPlan, workers: int, notice: Callable[[str], None]) -> None:

@@ -121,9 +121,9 @@ class BestFitSamples(CorpusSamples):
             )
         slots = self.samples_per_epoch * (self.sequence_length + 1)
         padding = 1 - sum(plan.placed_tokens for plan in self._plans) / slots
-        if padding >= _MUCH_PADDING:  # conversations that must stay whole cannot be packed otherwise
-            is_refused = self.has_loss_mask and self.too_long != "cut"
-            other = "" if is_refused else ", or data.packing concat,"
+        if padding >= _MUCH_PADDING and self.split == "train":  # held out it is the same, and wastes little
+            # conversations that must stay whole cannot be packed otherwise
+            other = "" if self.has_loss_mask and self.too_long != "cut" else ", or data.packing concat,"
             notices.append(
                 f"{padding:.1%} of the {self.split} split's samples is padding, because its documents leave gaps that "
                 f"no other one fits: another sequence_length{other} wastes less"

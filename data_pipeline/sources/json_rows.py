@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from io import BufferedReader
+from pathlib import Path
 from typing import Any
 
 from data_pipeline.errors import DataError
@@ -50,8 +51,12 @@ class JsonRows:
         return [*file_identity(self.path), "rows of JSON"]  # older versions read it as one text
 
     def stretches(self, size_bytes: int) -> list[Stretch]:
-        if is_compressed(self.path) or self._is_whole():
+        if is_compressed(self.path):
             return whole_file(self.path)
+        if self.may_be_array:
+            with open_text(self.path, _LOOKED_AT) as stream:
+                if _has_no_lines(stream):
+                    return whole_file(self.path)
         return byte_stretches(self.path, size_bytes)
 
     def documents(self, on_bad_row: OnBadRow, stretch: Stretch = WHOLE) -> Iterator[Document]:
@@ -100,21 +105,26 @@ class JsonRows:
                     else:
                         yield where, value
 
-    def _is_whole(self) -> bool:
-        if not self.may_be_array:
-            return False
-        with open_text(self.path, _LOOKED_AT) as stream:
-            return _has_no_lines(stream)
-
 
 def _has_no_lines(stream: BufferedReader) -> bool:
-    return _is_open(stream.peek(_LOOKED_AT).lstrip().removeprefix(b"\xef\xbb\xbf").lstrip().partition(b"\n")[0])
+    start = stream.peek(_LOOKED_AT).lstrip().removeprefix(b"\xef\xbb\xbf").lstrip()
+    return _is_open(start[: start.find(b"\n") + 1] or start[:1])
 
 
 def _is_open(line: bytes) -> bool:
     """Returns whether a first line begins an array, or an object that goes on in the next line."""
     is_cut_in_text = line.replace(rb"\"", b"").count(b'"') % 2  # which a damaged row may be
-    return line.lstrip()[:1] == b"[" or (line.rstrip()[-1:] in (b"{", b"[", b",") and not is_cut_in_text)
+    goes_on = line[-1:] == b"\n" and line.rstrip()[-1:] in (b"{", b"[", b",")
+    return line.lstrip()[:1] == b"[" or (goes_on and not is_cut_in_text)
+
+
+def begins_with_row(path: Path) -> bool:
+    """Returns whether the first line of a file is an object of JSON."""
+    with open_text(path, _LOOKED_AT) as stream:
+        try:
+            return isinstance(json.loads(stream.readline(LONGEST_ROW)), dict)
+        except (ValueError, RecursionError):
+            return False
 
 
 def parsed(content: bytes, where: str, wanted: str) -> Any:

@@ -54,10 +54,13 @@ class ParquetRows:
         return [Stretch(number, number + 1, group.total_byte_size) for number, group in enumerate(groups)] or [WHOLE]
 
     def documents(self, on_bad_row: OnBadRow, stretch: Stretch = WHOLE) -> Iterator[Document]:
+        import pyarrow
+
         with _Opened(self.path, stretch.size_bytes) as (table, by_dictionary):
             columns = self.columns(table.schema_arrow.names)
             self.check_columns(table.schema_arrow)
-            metadata, is_coded = table.metadata, _is_coded(table.schema_arrow, columns)
+            metadata, types = table.metadata, [table.schema_arrow.field(name).type for name in columns]
+            is_coded = all(map(pyarrow.types.is_dictionary, types))  # by who wrote it, as pandas does for categories
             groups = range(stretch.begin, min(stretch.end or metadata.num_row_groups, metadata.num_row_groups))
             number = sum(metadata.row_group(group).num_rows for group in range(stretch.begin))
             for group in groups:
@@ -129,13 +132,6 @@ class _Opened:
         if isinstance(error, pyarrow.ArrowException | OSError) and not is_of_disk:
             reason = str(error).partition("\n")[0].partition(". ")[0].rstrip(".")
             raise DataError(f"{self._path} is not a whole parquet file ({reason}): fetch or write it again") from error
-
-
-def _is_coded(schema: "pyarrow.Schema", columns: Sequence[str]) -> bool:
-    """Returns whether whoever wrote a file gave the columns dictionaries, as pandas does for categories."""
-    import pyarrow as pa
-
-    return all(pa.types.is_dictionary(schema.field(name).type) for name in columns)
 
 
 def _rows_at_once(group: Any, columns: Sequence[str]) -> int:

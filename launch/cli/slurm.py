@@ -217,7 +217,10 @@ def _deliver(job: SlurmJob, delivery: Delivery, notices: list[str]) -> None:
     is_shared = SHARED_RUN_DIR in job.flags
     check_run_place(job.run_dir, shared=is_shared)
     text, number = batch_script(job), None
-    made = [] if delivery.dry_run else _make_folder(job.run_dir, shared=is_shared)
+    made = []  # innermost first
+    if not delivery.dry_run:  # without the folder of its log, Slurm ends a job silently
+        made = [folder for folder in (job.run_dir, *job.run_dir.parents) if not folder.exists()]
+        make_run_folder(job.run_dir, shared=is_shared)
     done = []
     try:
         if delivery.submit and delivery.dry_run:
@@ -235,13 +238,6 @@ def _deliver(job: SlurmJob, delivery: Delivery, notices: list[str]) -> None:
         done.append("dry run: nothing was written or submitted")
     facts = {"job": number, "nodes": job.nodes, "ranks": job.nodes * job.ranks_per_node, "log": str(job.log)}
     delivery.report(text, {**facts, "script": text}, notices, done)
-
-
-def _make_folder(run_dir: Path, *, shared: bool) -> list[Path]:
-    """Creates the folder of the log, without which Slurm ends a job silently; returns what it made, innermost first."""
-    made = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
-    make_run_folder(run_dir, shared=shared)
-    return made
 
 
 def _sbatch(script: str, option: str) -> str:

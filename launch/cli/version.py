@@ -18,14 +18,10 @@ def show_version(is_given: bool) -> None:
     """Prints the versions of megalite and of what it runs on, and ends the command."""
     if not is_given:
         return
-    lines = [f"megalite {own_version()}{_checkout()}"]
+    state, checkout = git_state(), ""
+    if state is not None:
+        checkout = f" (commit {state['commit'][:12]}{', with changes' * state['changed']}, in {INSTALLATION})"
+    lines = [f"megalite {own_version()}{checkout}"]
     lines += [f"{name} {installed_version(name) or 'is not installed'}" for name in PACKAGES]
     say(*lines, f"python {platform.python_version()}", platform.platform(), sep="\n")
     raise typer.Exit
-
-
-def _checkout() -> str:
-    state = git_state()
-    if state is None:
-        return ""
-    return f" (commit {state['commit'][:12]}{', with changes' * state['changed']}, in {INSTALLATION})"

@@ -29,6 +29,7 @@ from launch.runtime.logs import get_logger
 from launch.trainer.data.opening import PACKINGS
 from launch.trainer.data.packing import packed_splits
 from launch.trainer.data.remote_data import copies_here, with_copies
+from launch.trainer.loss_targets import notices_of_evaluation
 from megalite.checkpoint.errors import CheckpointError
 from megalite.config.base import Section
 from megalite.config.data import DataConfig
@@ -230,14 +231,13 @@ def _prepared(
         )
     usual = training.evaluation.samples if training else samples.samples_per_epoch
     count = request.samples or choice.samples or usual
-    notices = [samples.notice()]
+    notices = list(notices_of_evaluation(samples, count))
     if data and data.packing != packing:
         notices.append(
             f"the run packs {data.packing}, for its own data, sequence length and held-out fraction; these samples are "
             f"packed {packing}, which cuts documents wherever a sample is full"
         )
-    notice = "; ".join(filter(None, notices)) or None
-    return Prepared(choice.name, samples, count, data.document_mask if data else True, notice)
+    return Prepared(choice.name, samples, count, data.document_mask if data else True, "; ".join(notices) or None)
 
 
 def _section(kind: type[ANY], stored: StoredModel, name: str) -> ANY | None:

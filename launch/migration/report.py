@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from launch.migration.conversion import OUTCOMES, Became, MigratedConfig
+from launch.migration.conversion import OUTCOMES, MigratedConfig
 from launch.output import Table
 from megalite.config.foreign_words import Kind, stack
 from megalite.config.yaml_text import to_yaml
@@ -28,8 +28,5 @@ def table_of(migrated: MigratedConfig) -> Table:
     """Returns the table, in the order of `OUTCOMES`; words that say the same are one row."""
     ordered = sorted(migrated.lines, key=lambda line: OUTCOMES.index(line.outcome))
     columns = ("there", "value", "became", "here")
-    return Table(columns, [_cells(line) for line in ordered], text_columns=range(len(columns)))
-
-
-def _cells(line: Became) -> tuple[str, str, str, str]:
-    return line.word, line.value, line.outcome, line.here
+    rows = [(line.word, line.value, line.outcome, line.here) for line in ordered]
+    return Table(columns, rows, text_columns=range(len(columns)))

@@ -83,7 +83,8 @@ def flags_of(text: str, notes: list[str]) -> tuple[list[tuple[str, Any]], list[d
         for name, values in assigned.items()
         if len(values) > 1 and name in used and "--" not in known[name] and f"${name}" in text.replace("{", "")
     )
-    flags = list(dict.fromkeys((flag, _frozen(value)) for line in lines for flag, value in _flags(line)))
+    every = (one for line in lines for one in _flags(line))
+    flags = list(dict.fromkeys((flag, tuple(value) if isinstance(value, list) else value) for flag, value in every))
     return [(flag, list(value) if isinstance(value, tuple) else value) for flag, value in flags], [
         config for body in bodies if (config := _json(_expanded(body, known))) is not None
     ]
@@ -103,10 +104,6 @@ def _without_heredocs(text: str) -> tuple[str, list[str]]:
         kept.append(line)
         at += 1
     return "\n".join(kept), bodies
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 def _unquoted(raw: str) -> str:

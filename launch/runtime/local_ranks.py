@@ -41,13 +41,16 @@ def rank_environment(
     `ranks` share the `cores` of one host, by default those of this one. Raises LaunchError if the user has set a number
     of threads that is none.
     """
-    _check_threads(os.environ.get(THREADS))
+    users = os.environ.get(THREADS)
+    # libgomp ignores what is no number and takes all cores for each rank; a list is for nested parallel regions
+    if users is not None and not re.fullmatch(r"\s*0*[1-9]\d*\s*(,\s*0*[1-9]\d*\s*)*", users):
+        raise LaunchError(f"{THREADS}={users} is no number of threads: set it to at least 1, or unset it")
     wanted: dict[str, str] = {}
     reasons = []
     wanted["DS_ACCELERATOR"] = "cuda" if on_gpu else "cpu"  # else DeepSpeed takes a CPU where torch finds no GPU
     cores = cores or cpu_count()
     threads = max(1, cores // ranks) if options.threads_per_rank == "auto" else options.threads_per_rank
-    if users := os.environ.get(THREADS):
+    if users:
         threads = int(users.partition(",")[0])
     wanted[THREADS] = str(threads)
     reasons.append(f"{plural(threads, 'thread')} each")
@@ -67,12 +70,6 @@ def rank_environment(
     if kept:
         reasons.append(f"{', '.join(kept)} as you set it")
     return {name: value for name, value in wanted.items() if name not in os.environ}, ", ".join(reasons)
-
-
-def _check_threads(text: str | None) -> None:
-    """libgomp ignores what is no number and takes all cores for each rank; a list is for nested parallel regions."""
-    if text is not None and not re.fullmatch(r"\s*0*[1-9]\d*\s*(,\s*0*[1-9]\d*\s*)*", text):
-        raise LaunchError(f"{THREADS}={text} is no number of threads: set it to at least 1, or unset it")
 
 
 def start_local_ranks(mesh: Mesh, environment: dict[str, str], arguments: Sequence[str], module: str = RANK) -> int:

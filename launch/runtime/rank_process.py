@@ -106,20 +106,15 @@ def choose_interface(environment: MutableMapping[str, str], rank: Rank, wanted: 
     if rank.has_several_hosts is None and is_loopback_address(master):
         return
     if wanted != "auto":
-        _check_interface(wanted)
+        if wanted not in (known := psutil.net_if_addrs()):
+            host, names = socket.gethostname(), ", ".join(known)
+            raise LaunchError(f"launch.interface is {wanted}, and {host} has none of this name: it has {names}")
         environment.setdefault(INTERFACE, wanted)
         environment.setdefault("NCCL_SOCKET_IFNAME", f"={wanted}")
     elif INTERFACE not in environment and is_loopback(socket.gethostname()) and (name := interface_to(master)):
         environment[INTERFACE] = name
     if not is_by_torchrun and not is_loopback_address(master) and (own := _own_master(rank, wanted)) is not None:
         environment["MASTER_ADDR"] = own
-
-
-def _check_interface(name: str) -> None:
-    if name not in (known := psutil.net_if_addrs()):
-        raise LaunchError(
-            f"launch.interface is {name}, and {socket.gethostname()} has none of this name: it has {', '.join(known)}"
-        )
 
 
 def _own_master(rank: Rank, wanted: str) -> str | None:

@@ -33,12 +33,19 @@ def notices_of_targets(texts: Mapping[str, Samples], too_long: str) -> Iterator[
     yield from notices
 
 
-def notice_of_evaluation(name: str, samples: Samples, count: int) -> str | None:
-    """Returns a notice if the `count` samples of a validation set hold no target, so that they have no loss."""
+def notices_of_evaluation(samples: Samples, count: int) -> Iterator[str]:
+    """Yields notices about the first `count` samples of a validation set, that they are read again or have no loss."""
+    if notice := samples.notice():
+        yield notice
+    if count > (there := samples.samples_per_epoch):
+        yield (
+            f"an evaluation reads {count:,} samples, but the {samples.split} split has {there:,}, so each is read "
+            f"{count / there:.3g} times: ask for at most {there:,} (training.evaluation.samples, `samples` of a set in "
+            "data.validation, or `megalite evaluate --samples`)"
+        )
     without, looked_at = _without_targets(samples, min(count, LOOKED_AT))
-    if without < looked_at:
-        return None
-    return f"{name and f'{name}: '}the {count:,} samples of the evaluation hold no token that carries loss: it has none"
+    if without == looked_at:
+        yield f"the {count:,} samples of the evaluation hold no token that carries loss: it has none"
 
 
 def _without_targets(samples: Samples, at_most: int) -> tuple[int, int]:

@@ -177,7 +177,7 @@ def hub_layout(
         assert hub_name not in tensors, f"two weights are called {hub_name}"
         runs = tuple(_runs({part: shapes[part][0] for part in names}, heads if len(names) > 1 else None))
         shape = (sum(run.count for run in runs), *shapes[name][1:])
-        is_transposed = len(shape) == 2 and _ends_with(hub_name, transposed)
+        is_transposed = len(shape) == 2 and hub_name.rsplit(".", 1)[0].endswith(tuple(f".{end}" for end in transposed))
         tensors[hub_name] = HubTensor(hub_name, shape[::-1] if is_transposed else shape, runs, is_transposed)
     return HubLayout(tensors.values(), shapes)
 
@@ -208,7 +208,3 @@ def _replaced(name: str, renamed: Mapping[str, str]) -> str:
     longest_first = sorted(renamed, key=len, reverse=True)
     part = re.compile(rf"(?<![^.])({'|'.join(map(re.escape, longest_first))})(?![^.])")
     return part.sub(lambda found: renamed[found[0]], name)
-
-
-def _ends_with(name: str, parts: tuple[str, ...]) -> bool:
-    return name.rsplit(".", 1)[0].endswith(tuple(f".{part}" for part in parts))

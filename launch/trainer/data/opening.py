@@ -19,7 +19,7 @@ from data_pipeline.storage.indexed import IndexedTokens
 from data_pipeline.storage.meta import CorpusMeta, read_meta
 from launch.trainer.data.packing import plan_cache
 from launch.trainer.data.run_mix import MixHistory, check_epochs, mixed, notices_of
-from launch.trainer.loss_targets import notice_of_evaluation, notices_of_targets
+from launch.trainer.loss_targets import notices_of_evaluation, notices_of_targets
 from megalite.checkpoint.manifest import step_folders
 from megalite.config import Config, ResolvedLayout
 from megalite.config.batch_stages import sample_length
@@ -91,10 +91,12 @@ def open_data(config: Config) -> RunData:
     texts_with_end = [
         meta for meta in trained if meta.append_eos and not meta.train_on and meta.eos_token_id is not None
     ]
-    notices = [samples.notice() for samples in (training, *(one.samples for one in validation))]
+    notices = [training.notice()]
+    for one in validation:
+        said = notices_of_evaluation(one.samples, one.count)
+        notices += [f"{one.name}: {notice}" if one.name else notice for notice in said]
     notices += [_nothing_held_out(config, name, text) for name, text in texts.items()]
     notices += notices_of_targets(texts, config.data.too_long)
-    notices += [notice_of_evaluation(one.name, one.samples, one.count) for one in validation]
     return RunData(
         training,
         validation,

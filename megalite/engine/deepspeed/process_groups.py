@@ -28,18 +28,14 @@ from megalite.parallel.collectives import TensorParallel
 from megalite.parallel.mesh import Mesh
 
 
-def topology_of(mesh: Mesh) -> PipeModelDataParallelTopology:
-    """Returns DeepSpeed's description of the mesh: axes pipe, data, model."""
-    return PipeModelDataParallelTopology(
-        num_pp=mesh.pipeline_parallel_size, num_mp=mesh.tensor_parallel_size, num_dp=mesh.data_parallel_size
-    )
-
-
 class Grid(PipelineParallelGrid):  # type: ignore[misc]
     """DeepSpeed's grid with what its plain engine needs of it, and runtime/pipe/topology.py lacks."""
 
     def __init__(self, mesh: Mesh) -> None:
-        super().__init__(process_group=dist.new_group(range(mesh.world_size)), topology=topology_of(mesh))
+        topology = PipeModelDataParallelTopology(
+            num_pp=mesh.pipeline_parallel_size, num_mp=mesh.tensor_parallel_size, num_dp=mesh.data_parallel_size
+        )
+        super().__init__(process_group=dist.new_group(range(mesh.world_size)), topology=topology)
 
     def get_model_parallel_rank(self) -> int:
         """Returns the tensor-parallel rank: on the first of them ZeRO-3's norm counts what all of them hold alike.

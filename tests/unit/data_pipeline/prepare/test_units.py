@@ -134,6 +134,10 @@ def test_a_file_that_keeps_others_waiting_is_said_before_it_is_read(
         monkeypatch.setattr("data_pipeline.prepare.plan._UNIT_OF_UNKNOWN_SIZE", 30)
         prepare(specs, tmp_path / "out", tokenizer_folder, **choice)  # type: ignore[arg-type]
     assert [sentence.partition(" is read by one process")[0] for sentence in said] == [str(tmp_path / "a.jsonl.gz")]
+    for name, text in {"rows.txt": content, "words.txt": b"{one} two\n"}.items():  # rows would be one document
+        (tmp_path / name).write_bytes(text)
+        prepare([str(tmp_path / name)], tmp_path / name, tokenizer_folder, notice=said.append, workers=1)
+    assert len(said) == 2 and "rows.txt: a file of text is one document, but the first line is a JSON" in said[1]
 
 
 @pytest.mark.parametrize("only_count", [False, True])

@@ -225,12 +225,8 @@ def test_a_source_keeps_its_own_order(sources: dict[str, PackedSamples]) -> None
             read[name].append(samples.sample(k))
             assert samples.count_valid_targets(k) == int(target_is_valid(read[name][-1]).sum())
         for name, found in read.items():
-            alone = PackedSamples([prefix_of(sources[name])], LENGTH, 3)
+            alone = PackedSamples([sources[name].documents(0)[0].prefix], LENGTH, 3)
             assert found and all(np.array_equal(one.tokens, alone.sample(j).tokens) for j, one in enumerate(found))
-
-
-def prefix_of(samples: PackedSamples) -> Path:
-    return samples.documents(0)[0].prefix
 
 
 def test_a_source_without_weight_changes_nothing_until_a_stage_reads_it(sources: dict[str, PackedSamples]) -> None:

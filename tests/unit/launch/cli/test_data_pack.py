@@ -131,5 +131,8 @@ def test_samples_without_a_target_are_counted_before_a_run_and_alone_are_refused
     meta = read_meta(prefix)
     assert meta is not None
     replace(meta, vocab_size=VOCAB_SIZE).write(prefix)
-    done = command_line("train", config, "--dry-run", env=env)
+    evaluated = ["training.evaluation={interval: 1, samples: 30}", f"data.validation={{x: {{path: '{prefix}'}}}}"]
+    done = command_line("train", config, "--dry-run", *evaluated, env=env)
     assert done.returncode == 0 and "dry run on cpu" in done.stdout and "carries loss" not in caplog.text
+    # a loss over the same ten samples three times looked like one over thirty
+    assert "x: an evaluation reads 30 samples, but the train split has 10, so each is read 3 times" in caplog.text

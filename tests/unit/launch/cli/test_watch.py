@@ -13,6 +13,7 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -32,14 +33,8 @@ def run_dir(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.fixture(autouse=True)
-def own_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", [])
-
-
 def command(*words: object) -> int:
-    sys.argv = ["megalite", "watch", *map(str, words)]
-    with pytest.raises(SystemExit) as ended:
+    with patch.object(sys, "argv", ["megalite", "watch", *map(str, words)]), pytest.raises(SystemExit) as ended:
         main()
     return int(ended.value.code or 0)
 

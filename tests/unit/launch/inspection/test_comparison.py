@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import yaml
@@ -244,14 +245,8 @@ def test_all_are_held_against_the_first(run: Callable[..., Path]) -> None:
     assert len(differences_table(found).rows) == 3 and found.fails
 
 
-@pytest.fixture(autouse=True)
-def own_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", [])
-
-
 def command(*words: object) -> int:
-    sys.argv = ["megalite", "compare", *map(str, words)]
-    with pytest.raises(SystemExit) as ended:
+    with patch.object(sys, "argv", ["megalite", "compare", *map(str, words)]), pytest.raises(SystemExit) as ended:
         main()
     return int(ended.value.code or 0)
 

@@ -399,10 +399,11 @@ def test_shared_cores_idle_in_less_of_the_bubble(stages: int, ranks_per_core: fl
             "training": {"global_batch_size": 8, "micro_batch_size": 2, "sequence_length": 128, "steps": 5},
         }
     )
+    from megalite.planner.hardware import ClusterFile, cluster_of
     from megalite.planner.workload import TrainingWorkload
 
     planned = TrainingWorkload.of(job, resolve_layout(job, stages, "cpu"))
-    cluster = _h100s(stages)
+    cluster = cluster_of(ClusterFile(accelerator="H100", nodes=1, accelerators_per_node=stages), "x")
     alone, shared = (
         step_time(planned, cluster),
         step_time(planned, cluster.model_copy(update={"ranks_per_core": ranks_per_core})),
@@ -416,12 +417,6 @@ def test_shared_cores_idle_in_less_of_the_bubble(stages: int, ranks_per_core: fl
 
 
 BUBBLE = "pipeline bubble"
-
-
-def _h100s(count: int) -> Any:
-    from megalite.planner.hardware import ClusterFile, cluster_of
-
-    return cluster_of(ClusterFile(accelerator="H100", nodes=1, accelerators_per_node=count), "x")
 
 
 def test_how_many_ranks_a_host_has() -> None:

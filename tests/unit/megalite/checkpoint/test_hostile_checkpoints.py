@@ -60,10 +60,6 @@ def deeply_nested(folder: Path) -> None:
     (folder / MANIFEST).write_text(text.replace('"config": {', f'"config": {{"x": {nested}, ', 1))
 
 
-def huge_manifest(folder: Path) -> None:
-    os.truncate(folder / MANIFEST, 8 << 30)  # a hole: it takes no room
-
-
 HOSTILE_MANIFESTS: dict[str, Callable[[Path], object]] = {
     "negative shape": set_shape(-3),
     "huge shape": set_shape(1 << 62),
@@ -108,7 +104,7 @@ HOSTILE_MANIFESTS: dict[str, Callable[[Path], object]] = {
     "size of a file that is negative": lambda f: forge(f, lambda m: m["files"][FIRST].update(size=-1)),
     "file left out of the manifest": lambda f: forge(f, lambda m: m["files"].pop(SECOND)),
     "deeply nested": deeply_nested,
-    "eight gigabytes": huge_manifest,
+    "eight gigabytes": lambda folder: os.truncate(folder / MANIFEST, 8 << 30),  # a hole: it takes no room
     "empty": manifest_text(""),
     "a list": manifest_text("[]"),
     "not UTF-8": lambda f: (f / MANIFEST).write_bytes(b'{"format": "\xff"}'),

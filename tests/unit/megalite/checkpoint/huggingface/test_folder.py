@@ -96,10 +96,6 @@ def _edit_index(folder: Path, change: Callable[[dict[str, str]], None]) -> None:
     path.write_text(json.dumps(index))
 
 
-def _only_bin(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-
-
 def _swap_two_files(folder: Path) -> None:
     def swap(places: dict[str, str]) -> None:
         first, second = sorted(set(places.values()))[:2]
@@ -120,7 +116,7 @@ SINGLE: list[tuple[str, Callable[[Path], object], str]] = [
     ("quantised", lambda f: _rewrite(f, lambda t: t.update({HEAD: t[HEAD].to(torch.int8)})), "stored as I8"),
     ("cut short", lambda f: _cut_short(f / "model.safetensors"), "cut short"),
     ("empty file", lambda f: (f / "model.safetensors").write_bytes(b""), "not readable as safetensors"),
-    ("no pickle in a .bin", _only_bin, "not a pickle of weights"),
+    ("no pickle in a .bin", lambda f: (f / WEIGHTS).rename(f / "pytorch_model.bin"), "not a pickle of weights"),
     ("no weights", lambda f: (f / "model.safetensors").unlink(), "no weights"),
     ("a folder of its name", lambda f: ((f / WEIGHTS).unlink(), (f / WEIGHTS).mkdir()), "no weights"),
     ("no config", lambda f: (f / "config.json").unlink(), "no config.json"),
