@@ -121,12 +121,7 @@ class Attention(nn.Module):
     """
 
     def __init__(
-        self,
-        model: ModelConfig,
-        layer: int,
-        tp: TensorParallel,
-        recompute: Recompute,
-        choice: AttentionChoice = "auto",
+        self, model: ModelConfig, layer: int, tp: TensorParallel, recompute: Recompute, choice: AttentionChoice = "auto"
     ) -> None:
         super().__init__()
         self.tp, self.recompute, self.head_dim, self.choice = tp, recompute, model.head_dim, choice

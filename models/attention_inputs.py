@@ -56,11 +56,7 @@ class AttentionInputs(NamedTuple):
 
 
 def attention_inputs(
-    kind: AttentionKind,
-    shape: tuple[int, int],
-    device: torch.device,
-    positions: Tensor | None = None,
-    documents: int | None = None,
+    kind: AttentionKind, shape: tuple[int, int], device: torch.device, positions: Tensor | None, documents: int | None
 ) -> AttentionInputs:
     """Makes the inputs of layers of `kind` for a micro-batch of `shape` [batch, seq].
 

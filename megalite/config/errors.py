@@ -31,14 +31,9 @@ class ConfigError(ValueError):
 class ConfigProblem:
     """One problem of a config."""
 
-    path: OptionPath
-    """The option or section it concerns."""
-
-    sentence: str
-    """The problem and its remedy, in one line."""
-
-    meant: OptionPath = ()
-    """The option that an unknown name was probably meant to be; empty if none is similar."""
+    path: OptionPath  # the option or section it concerns
+    sentence: str  # the problem and its remedy, in one line
+    meant: OptionPath = ()  # the option that an unknown name was probably meant to be; empty if none is similar
 
 
 EXPECTATIONS = {

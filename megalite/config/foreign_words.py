@@ -52,16 +52,11 @@ _NOT_TRANSLATED = {
 class WordRow:
     """One row of a table: words of a stack that are the same here."""
 
-    there: str
-    """The words, in Markdown."""
-    here: str
-    """The words of this project for them, in Markdown."""
-    words: tuple[str, ...]
-    """The words as `normal_form` has them."""
-    take: str | Mapping[str, Mapping[str, Any]] | None
-    """The option that takes the value; None: nowhere."""
-    absent: str
-    """Pattern of names that would make the row untrue; empty where it does not say `not here`."""
+    there: str  # the words, in Markdown
+    here: str  # the words of this project for them, in Markdown
+    words: tuple[str, ...]  # the words as `normal_form` has them
+    take: str | Mapping[str, Mapping[str, Any]] | None  # the option that takes the value; None: nowhere
+    absent: str  # pattern of names that would make the row untrue; empty where it does not say `not here`
 
     @property
     def option(self) -> str | None:

@@ -32,15 +32,11 @@ class ResolvedLayout:
     pipeline_parallel_size: int
     data_parallel_size: int
     world_size: int
-    gradient_accumulation_steps: int
-    """Micro-batches per optimizer step on one replica."""
-    zero_stage: int
-    """The stage that DeepSpeed runs: 1 to 3."""
+    gradient_accumulation_steps: int  # micro-batches per optimizer step on one replica
+    zero_stage: int  # that DeepSpeed runs: 1 to 3
     pipeline_schedule: PipelineSchedule
-    pipeline_chunks: int
-    """Pieces of the model on each pipeline stage."""
-    notices: tuple[str, ...]
-    """Settings that are replaced by others, one sentence each; logged once at start."""
+    pipeline_chunks: int  # pieces of the model on each pipeline stage
+    notices: tuple[str, ...]  # settings that are replaced by others, one sentence each; logged once at start
 
 
 def resolve_layout(config: Config, world_size: int, device: Literal["cpu", "cuda"]) -> ResolvedLayout:

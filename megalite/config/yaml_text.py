@@ -68,7 +68,8 @@ def parse_yaml(text: str) -> tuple[Any, dict[LinePath, int]]:
         node = loader.get_single_node()
         if node is None:
             return None, {}
-        _check_size(node)
+        if _size(node, {}) > MOST_VALUES:
+            raise ConfigError(f"more than {MOST_VALUES:,} values, each alias counted as what it repeats: write fewer")
         problems: list[str] = []
         lines = dict(_key_lines(node, (), problems))
         if problems:
@@ -91,14 +92,11 @@ def to_yaml(values: dict[str, Any]) -> str:
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=110)
 
 
-def _check_size(node: yaml.Node) -> None:
-    """Raises ConfigError for more than `MOST_VALUES` values, and for an alias inside the value that it repeats."""
-    if _size(node, {}) > MOST_VALUES:
-        raise ConfigError(f"more than {MOST_VALUES:,} values, each alias counted as what it repeats: write fewer")
-
-
 def _size(node: yaml.Node, known: dict[int, int]) -> int:
-    """Returns the number of values in `node`; `known` has the sizes of nodes by id, 0 while they are counted."""
+    """Returns the number of values in `node`; `known` has the sizes of nodes by id, 0 while they are counted.
+
+    Raises ConfigError for an alias inside the value that it repeats.
+    """
     if not isinstance(node, yaml.CollectionNode):
         return 1
     if (size := known.get(id(node))) is not None:

@@ -95,7 +95,7 @@ class LowRankAdapter:
     def __call__(self, x: Tensor | Recomputable, y: Tensor, a: Tensor, b: Tensor) -> Tensor:
         """Returns y with `scale * (x A^T) B^T` added in place, both in the order of `stacked_slices`.
 
-        x is the layer's input, as it is given to its product; y `[..., local features]`.
+        x is the layer's input, as it is given to its product; y `[..., local features]`, not summed over ranks yet.
         """
         if self.is_row_parallel:
             inner = linear(x, a, None)

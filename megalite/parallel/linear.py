@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,10 @@ from megalite.parallel.collectives import (
 )
 from megalite.parallel.shard import Initializer, Shard, replicated
 from megalite.parallel.weight_products import SumsGradients
+
+if TYPE_CHECKING:  # both are made for these layers, and import them
+    from megalite.parallel.adapters import LowRankAdapter
+    from megalite.parallel.weight_gradients import WeightGradientQueue
 
 ONE_RANK = TensorParallel()
 
@@ -84,25 +88,12 @@ class Recomputable(NamedTuple):
     kept: tuple[Tensor, ...]  # without gradients; what other functions keep anyway, and small copies
 
 
-class TakesProducts(Protocol):
-    """The receiver of weight gradients that are computed later: `weight_gradients.WeightGradientQueue`."""
-
-    def put(self, weight: nn.Parameter, grad: Tensor, x: Tensor) -> None: ...
-
-
-class Adapter(Protocol):
-    """Adds an adapter's part to a layer's product: `adapters.LowRankAdapter`."""
-
-    def __call__(self, x: Tensor | Recomputable, y: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """Returns y with what the factors a and b make of x; y is local and not summed over the ranks yet."""
-
-
 class _PutOff(NamedTuple):
     """The weight of a product whose gradient goes to a queue. Autograd does not look into tuples: the hooks of an input
     run even where a Function returns None for it, and those of ZeRO-2 fail without a gradient."""
 
     weight: nn.Parameter
-    queue: TakesProducts
+    queue: WeightGradientQueue
 
 
 class _Summed(NamedTuple):
@@ -181,7 +172,7 @@ def linear(
     weight: Tensor,
     bias: Tensor | None,
     tp: TensorParallel = ONE_RANK,
-    queue: TakesProducts | None = None,
+    queue: WeightGradientQueue | None = None,
 ) -> Tensor:
     """Computes `F.linear`, through fp32 where bf16 GEMMs are slow; `tp` as in `_Product`.
 
@@ -209,7 +200,7 @@ class LinearLayer(nn.Module):
 
     weight: nn.Parameter
     product: Callable[..., Tensor] = staticmethod(linear)  # with linear's arguments up to `tp`
-    adapter: Adapter | None = None  # with the two factors as parameters of the layer
+    adapter: LowRankAdapter | None = None  # with the two factors as parameters of the layer
     lora_A: nn.Parameter  # peft's names, which end those in checkpoints
     lora_B: nn.Parameter
 

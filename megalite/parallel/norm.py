@@ -16,14 +16,19 @@ from torch import Tensor, nn
 
 from megalite.parallel.collectives import TensorParallel, all_reduce, replicated_parameter
 from megalite.parallel.linear import Recomputable, replicated_weight, sharded_parameter
-from megalite.parallel.shard import Shard
+from megalite.parallel.shard import Initializer, Shard
 
 
 class ReplicatedNorm(nn.Module):
     """A norm whose parameters every tensor-parallel rank holds whole."""
 
-    tp: TensorParallel
     normalize: Callable[..., Tensor]  # of x and the parameters, in the order of `parameters()`
+    initial_weight: Initializer = "ones"
+
+    def __init__(self, hidden_size: int, eps: float, tp: TensorParallel) -> None:
+        super().__init__()
+        self.tp, self.eps = tp, eps
+        self.weight = replicated_weight((hidden_size,), tp, self.initial_weight)
 
     def forward(self, x: Tensor, *, is_kept: bool = True) -> Tensor | Recomputable:
         """`[batch, seq(/tp), hidden]` -> the same; with `is_kept=False` together with the way to compute it again, for
@@ -39,11 +44,6 @@ class ReplicatedNorm(nn.Module):
 class RMSNorm(ReplicatedNorm):
     """`x / rms(x) * weight` (Zhang & Sennrich 2019)."""
 
-    def __init__(self, hidden_size: int, eps: float, tp: TensorParallel) -> None:
-        super().__init__()
-        self.tp, self.eps = tp, eps
-        self.weight = replicated_weight((hidden_size,), tp, "ones")
-
     def normalize(self, x: Tensor, weight: Tensor) -> Tensor:
         # torch has no fused kernel on a CPU: eleven passes over the hidden states, we take six
         if x.device.type == "cpu" and not torch.compiler.is_compiling():
@@ -57,10 +57,7 @@ class ZeroCenteredRMSNorm(ReplicatedNorm):
     As in transformers, the weight is widened before one is added, and rounding happens once, after the product.
     """
 
-    def __init__(self, hidden_size: int, eps: float, tp: TensorParallel) -> None:
-        super().__init__()
-        self.tp, self.eps = tp, eps
-        self.weight = replicated_weight((hidden_size,), tp, "zeros")
+    initial_weight = "zeros"
 
     def normalize(self, x: Tensor, weight: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
@@ -129,9 +126,7 @@ class LayerNorm(ReplicatedNorm):
     """`(x - mean) / std * weight + bias` (Ba 2016)."""
 
     def __init__(self, hidden_size: int, eps: float, tp: TensorParallel) -> None:
-        super().__init__()
-        self.tp, self.eps = tp, eps
-        self.weight = replicated_weight((hidden_size,), tp, "ones")
+        super().__init__(hidden_size, eps, tp)
         self.bias = replicated_weight((hidden_size,), tp, "zeros")
 
     def normalize(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

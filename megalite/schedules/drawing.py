@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
+from megalite.schedules.passes import PassKind
 from megalite.schedules.simulation import Timeline
-from megalite.schedules.tables import PassKind
 
 IDLE = "."
 ELSEWHERE = " "  # the stage works on another of its chunks

@@ -20,9 +20,10 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from megalite.config.rules.pipeline import FOLDED
 from megalite.schedules.passes import PassKind, Task
 from megalite.schedules.simulation import PipelineTimes, run_orders
-from megalite.schedules.tables import FOLDED, Schedule, placement, positions_by_stage, splits_backward, tasks_of
+from megalite.schedules.tables import Schedule, placement, positions_by_stage, splits_backward, tasks_of
 
 
 class MessageKind(enum.StrEnum):

@@ -16,20 +16,6 @@ from megalite.schedules.dualpipev import dualpipev
 from megalite.schedules.passes import PassKind, Task
 from megalite.schedules.zb_v import zb_v
 
-__all__ = [
-    "FOLDED",
-    "PassKind",
-    "Schedule",
-    "Task",
-    "check_schedule",
-    "chunks_needed",
-    "placement",
-    "position_of",
-    "positions_by_stage",
-    "splits_backward",
-    "tasks_of",
-]
-
 
 class Schedule(enum.StrEnum):
     """Order of the passes on every stage."""

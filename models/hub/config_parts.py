@@ -26,12 +26,10 @@ class ConfigPart:
 
     options: tuple[str, ...]
     keys: tuple[str, ...]
-
+    # config.json to options; raises FamilyError for what we would not compute exactly
     read: Callable[[Keys], dict[str, Any]]
-    """Converts config.json to options. Raises FamilyError for what we would not compute exactly."""
-
+    # a model, and the keys that an import kept, to keys; raises FamilyError if that is impossible
     write: Callable[[ModelConfig, Keys], dict[str, Any]]
-    """Converts a model, and the keys that an import kept, to keys. Raises FamilyError if that is impossible."""
 
 
 def refuse_unless(model: ModelConfig, option: str, wanted: Any) -> None:

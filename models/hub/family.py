@@ -20,18 +20,9 @@ from models.hub.rope_config import rope
 from models.hub.tensor_layout import HubLayout, Shape, hub_layout
 
 SAME_KEYS = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "hidden_act",
-    "rms_norm_eps",
-    "max_position_embeddings",
-    "tie_word_embeddings",
-    "initializer_range",
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "max_position_embeddings"),
+    *("tie_word_embeddings", "initializer_range"),
 )
 """Options with a key of the same name in most families."""
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megalite.config import ModelConfig
+from megalite.config.rules.model import ROPE_FIELDS
 from models.hub.config_parts import ConfigPart, FamilyError, Keys, absent, refuse_unless, shown
 
 DEFAULT_THETA = 10000.0  # transformers' default
@@ -20,25 +21,12 @@ PARAMETERS, SCALING = "rope_parameters", "rope_scaling"
 FULL, SLIDING = "full_attention", "sliding_attention"
 LENGTH = "original_max_position_embeddings"
 
-SCALINGS = {
-    "default": (),
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "llama3": ("factor", LENGTH, "low_freq_factor", "high_freq_factor"),
-    "yarn": (
-        *("factor", LENGTH, "attention_factor", "beta_fast", "beta_slow"),
-        *("mscale", "mscale_all_dim", "truncate"),
-    ),
-    "longrope": ("factor", LENGTH, "attention_factor", "short_factor", "long_factor"),
-}
+SCALINGS = {"default": (), **{kind: (*needed, *allowed) for kind, (needed, allowed) in ROPE_FIELDS.items()}}
 """rope_type -> the keys that transformers reads with it."""
 
 
 def rope(
-    theta: float = DEFAULT_THETA,
-    theta_key: str = THETA,
-    rotated: float | None = None,
-    rotated_key: str = FACTOR,
+    theta: float = DEFAULT_THETA, theta_key: str = THETA, rotated: float | None = None, rotated_key: str = FACTOR
 ) -> ConfigPart:
     """Returns a part with the same rotary embedding in every layer.
 
@@ -98,10 +86,8 @@ def two_ropes(theta: float, local_theta: float, local_key: str | None = None) ->
         found = {name: _rope_of(nested.get(name), f"{PARAMETERS}.{name}") for name in (FULL, SLIDING)}
         found[SCALING] = _rope_of(keys.get(SCALING), SCALING)
         local = found.pop(SLIDING)
-        if (
-            _agreed(_taken({SLIDING: local, **found}, FACTOR), 1.0) != 1
-            or local.get("rope_type", "default") != "default"
-        ):
+        is_plain = local.get("rope_type", "default") == "default"
+        if _agreed(_taken({SLIDING: local, **found}, FACTOR), 1.0) != 1 or not is_plain:
             raise FamilyError(f"config.json has {PARAMETERS} {nested}: sliding layers have plain RoPE, of whole heads")
         locals_ = {f"{PARAMETERS}.{SLIDING}": local.get(THETA)}
         if local_key:

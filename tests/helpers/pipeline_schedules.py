@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 from hypothesis import strategies as st
 
-from megalite.schedules.tables import Schedule, Task, chunks_needed, tasks_of
+from megalite.schedules.passes import Task
+from megalite.schedules.tables import Schedule, chunks_needed, tasks_of
 
 
 class DrawnSchedule(NamedTuple):

@@ -22,8 +22,9 @@ from launch.pages.svg import (
 )
 from megalite.planner.cost.step_time import StepTime
 from megalite.planner.search import LayoutCandidate
+from megalite.schedules.passes import PassKind
 from megalite.schedules.simulation import PipelineTimes, ScheduledPass, Timeline, simulate_schedule
-from megalite.schedules.tables import PassKind, Schedule
+from megalite.schedules.tables import Schedule
 from megalite.units import percent, seconds
 
 LEFT, BUSY, TOP = 62.0, 80.0, 34.0

@@ -50,16 +50,11 @@ class OptionFacts:
     """An option or a section in words."""
 
     path: OptionPath
-    values: str
-    """The values that it takes."""
-    default: str
-    """Its default as in YAML, or `required`, or `derived`; empty for a section that may be left out."""
-    description: str
-    """Its docstring."""
-    details: str
-    """The docstring of a section's class, which says more; empty for an option."""
-    example: Any
-    """A value; None for most sections."""
+    values: str  # that it takes
+    default: str  # as in YAML, or `required`, or `derived`; empty for a section that may be left out
+    description: str  # its docstring
+    details: str  # the docstring of a section's class, which says more; empty for an option
+    example: Any  # a value; None for most sections
     is_section: bool
 
     @property

@@ -47,8 +47,10 @@ def json_schema() -> Schema:
     }
     without_model = {"required": ["model"], "properties": {"model": {"type": "object", "required": sizes}}}
     without_choice = {"properties": {"training": {"required": chosen_along}}}
+    source = {"required": ["initialize_from"], "properties": {"initialize_from": {"type": "string"}}}
+    has_source = {"required": ["training"], "properties": {"training": {"type": "object", **source}}}
     rules = [
-        {"if": _has_source_of_weights(), "else": without_model},
+        {"if": has_source, "else": without_model},
         {"if": _leaves_layout_to_the_planner(), "else": without_choice},
     ]
     head = {
@@ -100,12 +102,6 @@ def _add_alternative(option: Schema, alternative: Schema) -> None:
     kinds = option["anyOf"] if set(option) == {"anyOf"} else [dict(option)]
     option.clear()
     option.update(anyOf=[*kinds, alternative], **about)
-
-
-def _has_source_of_weights() -> Schema:
-    """Returns the condition under which `model` comes from the weights that the run starts from."""
-    source = {"required": ["initialize_from"], "properties": {"initialize_from": {"type": "string"}}}
-    return {"required": ["training"], "properties": {"training": {"type": "object", **source}}}
 
 
 def _leaves_layout_to_the_planner() -> Schema:

@@ -64,12 +64,9 @@ TUNING: dict[str, Any] = {"run_dir": "runs/tuned", "optimizer.learning_rate": 2e
 class SourceOfWeights:
     """The Hugging Face model that a run starts from."""
 
-    place: str
-    """Folder or hub id, as the user named it."""
-    folder: Path
-    """The folder, or the download of a hub id; its tokenizer prepares the text."""
-    longest: int
-    """Longest sequence that the model is meant for, in tokens."""
+    place: str  # folder or hub id, as the user named it
+    folder: Path  # the folder, or the download of a hub id; its tokenizer prepares the text
+    longest: int  # sequence that the model is meant for, in tokens
 
 
 def starter_config(source: SourceOfWeights | None = None) -> str:

@@ -45,10 +45,8 @@ class _Stated:
     path: Path
     values: Values
     lines: dict[LinePath, int]
-    overrides: dict[OptionPath, str]
-    """The override that set an option."""
-    problems: list[str]
-    """Sentences about overrides that could not be applied."""
+    overrides: dict[OptionPath, str]  # the override that set an option
+    problems: list[str]  # sentences about overrides that could not be applied
 
     def origin(self, option: OptionPath) -> str:
         """Returns the override or the line of the file that set `option` or the section around it."""
@@ -163,11 +161,8 @@ def _rules_broken_besides(values: Values, problems: list[ConfigProblem]) -> list
         config = Config.model_validate(rest)
     except ValidationError:
         return []
-
-    def is_wrong(option: OptionPath) -> bool:
-        return any(option[: len(path)] == path for path in wrong)
-
-    return [rule for rule in _rules_broken_by(config) if not any(map(is_wrong, options_named(rule)))]
+    named = ((rule, options_named(rule)) for rule in _rules_broken_by(config))
+    return [rule for rule, about in named if not any(one[: len(path)] == path for one in about for path in wrong)]
 
 
 def _read_stated(path: Path, overrides: Sequence[str]) -> _Stated:

@@ -28,18 +28,12 @@ REPOSITORIES = {"DeepSpeed": "deepspeedai/DeepSpeed", "pytorch": "pytorch/pytorc
 class KnownBad:
     """Versions and settings that together compute something wrong, or cannot run."""
 
-    versions: Mapping[str, str]
-    """Package -> the versions it happens with, as a version specifier; with several packages, all must match."""
-    settings: str
-    """The settings that trigger it: a key of `settings_of`."""
-    wrong: str
-    """The effect, in one phrase."""
-    thread: str
-    """The thread that reports or fixes it: `DeepSpeed#8203`."""
-    remedy: str
-    """The remedy, to end the message with."""
-    device: Device | None = None
-    """The device it happens on; None = both."""
+    versions: Mapping[str, str]  # package -> specifier of the versions it happens with; of several, all must match
+    settings: str  # that trigger it: a key of `settings_of`
+    wrong: str  # the effect, in one phrase
+    thread: str  # that reports or fixes it: `DeepSpeed#8203`
+    remedy: str  # to end the message with
+    device: Device | None = None  # it happens on; None = both
 
     @property
     def url(self) -> str:

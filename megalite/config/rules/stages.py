@@ -69,16 +69,12 @@ def _first_tokens(config: Config) -> list[int]:
     step, tokens, found = 0, 0, []
     shapes = shapes_of(config.training)
     for stage, shape in zip(config.training.stages, shapes, strict=False):
-        found.append(_first_token(stage, step, tokens, shape.tokens))
+        found.append(stage.from_tokens or 0)
+        if stage.from_steps is not None:
+            found[-1] = tokens + (stage.from_steps - step) * shape.tokens
         steps = max(0, -((tokens - found[-1]) // shape.tokens))
         step, tokens = step + steps, tokens + steps * shape.tokens
     return found
-
-
-def _first_token(stage: TrainingStage, step: int, tokens: int, tokens_per_step: int) -> int:
-    if stage.from_steps is not None:
-        return tokens + (stage.from_steps - step) * tokens_per_step
-    return stage.from_tokens or 0
 
 
 def _lengths(config: Config) -> Iterator[str]:

@@ -16,8 +16,8 @@ from megalite.engine.pipeline.stage_messages import MessageLayout, Transport
 from megalite.engine.stages import Chunk, Labels
 from megalite.parallel.layers import BlockInput
 from megalite.parallel.weight_gradients import PutOffProduct, WeightGradientQueue, root_of_weight_gradients
+from megalite.schedules.passes import PassKind
 from megalite.schedules.program import Compute, Message, MessageKind, Program, Receive, Send
-from megalite.schedules.tables import PassKind
 from megalite.tracing.activity import NOBODY, Activity, Operation
 
 SEND = {MessageKind.ACTIVATION: Operation.SEND_ACTIVATION, MessageKind.GRADIENT: Operation.SEND_GRADIENT}

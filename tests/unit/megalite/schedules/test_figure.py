@@ -7,9 +7,10 @@ from xml.etree.ElementTree import parse
 import pytest
 
 from benchmarks.planner.schedule_figure import FIGURE, LEFT, MICRO_BATCHES, STAGES, figure
+from megalite.schedules.passes import PassKind
 from megalite.schedules.program import Compute, training_programs
 from megalite.schedules.simulation import bubble_closed_form
-from megalite.schedules.tables import PassKind, Schedule, chunks_needed, placement
+from megalite.schedules.tables import Schedule, chunks_needed, placement
 
 SVG = "{http://www.w3.org/2000/svg}"
 

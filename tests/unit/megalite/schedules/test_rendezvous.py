@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.schedules.passes import Task
+from megalite.schedules.passes import PassKind, Task
 from megalite.schedules.program import (
     Compute,
     Program,
@@ -20,7 +20,7 @@ from megalite.schedules.program import (
     training_programs,
 )
 from megalite.schedules.rendezvous import Communicators, check_programs
-from megalite.schedules.tables import PassKind, Schedule, chunks_needed, placement, splits_backward
+from megalite.schedules.tables import Schedule, chunks_needed, placement, splits_backward
 from tests.helpers.pipeline_schedules import DrawnSchedule, pipeline_schedules
 
 KINDS = (PassKind.FORWARD, PassKind.BACKWARD)

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from benchmarks.planner.simulation import equal_stages
 from megalite.config import ConfigError
 from megalite.schedules.drawing import draw, legend
+from megalite.schedules.passes import PassKind
 from megalite.schedules.simulation import PipelineTimes, Timeline, bubble_closed_form, simulate_schedule
-from megalite.schedules.tables import PassKind, Schedule, chunks_needed, placement, position_of
+from megalite.schedules.tables import Schedule, chunks_needed, placement, position_of
 from tests.helpers.pipeline_schedules import pipeline_schedules
 
 SECONDS = st.floats(0.01, 10)

@@ -10,17 +10,9 @@ import pytest
 from hypothesis import given
 
 from megalite.config import ConfigError
+from megalite.schedules.passes import PassKind, Task
 from megalite.schedules.simulation import PipelineTimes, run_orders, simulate_schedule
-from megalite.schedules.tables import (
-    PassKind,
-    Schedule,
-    Task,
-    check_schedule,
-    placement,
-    position_of,
-    splits_backward,
-    tasks_of,
-)
+from megalite.schedules.tables import Schedule, check_schedule, placement, position_of, splits_backward, tasks_of
 from tests.helpers.pipeline_schedules import DrawnSchedule, pipeline_schedules
 
 
