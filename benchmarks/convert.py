@@ -117,9 +117,7 @@ def copy(sources: list[Path], target: Path, to_write: int, direct: bool) -> floa
 def settle(sources: list[Path]) -> None:
     """Nothing is waiting for the disk, and the sources are not in the page cache."""
     os.sync()
-    for path in sources:
-        with path.open("rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    harness.drop_from_cache(*sources)
 
 
 def make_model(folder: Path, layers: int) -> int:

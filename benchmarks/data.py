@@ -83,10 +83,7 @@ def costs(sizes: DataSizes, folder: Path, *, is_quick: bool) -> Iterator[DataCos
 
 def cold_cost(prefix: Path, what: str) -> DataCost:
     samples = PackedSamples([prefix], LENGTH, 0)
-    for ending in (".bin", ".idx"):
-        with Path(f"{prefix}{ending}").open("rb") as stream:
-            os.fsync(stream.fileno())
-            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    harness.drop_from_cache(Path(f"{prefix}.bin"), Path(f"{prefix}.idx"))
     before = of_proc_self("io", "read_bytes")
     for k in range(COLD_SAMPLES):
         samples.sample(k)

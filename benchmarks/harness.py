@@ -121,3 +121,11 @@ def random_batches(draw: np.random.Generator, vocabulary: int, shape: tuple[int,
     micro_batches, rows, sequence = shape
     tokens = draw.integers(0, vocabulary, (micro_batches, rows, sequence + 1))
     return [Batch(each[:, :-1], each[:, 1:], None, np.zeros(rows, dtype=np.int64)) for each in tokens]
+
+
+def drop_from_cache(*paths: Path) -> None:
+    """Writes files to the disk, and drops them from the page cache where no process maps them."""
+    for path in paths:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

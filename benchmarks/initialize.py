@@ -130,7 +130,7 @@ def _pair(rank: int, engine: Engine, folder: Path, ranges: list[Range], memory: 
         gc.collect()  # what maps the files keeps them in the page cache
         dist.barrier()
         if rank == 0 and is_cold:
-            _drop(folder)
+            harness.drop_from_cache(*folder.glob("*.safetensors"))
         seconds[name] = together(action)
     return seconds
 
@@ -218,14 +218,6 @@ def _plain(folder: Path, ranges: list[Range], memory: mmap.mmap) -> None:
             done += os.preadv(files[name], [piece], start + done)
         filled += size
     for descriptor in files.values():
-        os.close(descriptor)
-
-
-def _drop(folder: Path) -> None:
-    for path in folder.glob("*.safetensors"):
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(descriptor)
 
 

@@ -67,13 +67,6 @@ def _name(layout: ParityLayout) -> str:
     return str(replace(layout, compile="auto"))
 
 
-def _cell(results: Sequence[LayoutResult]) -> str:
-    """The error that came nearest to its bound, in parts of it, for each number format."""
-    return ", ".join(
-        f"{worst(result.deviations).excess:.2f}" if result.passed else f"**{result.dtype} FAILS**" for result in results
-    )
-
-
 def page(rows: Sequence[tuple[Sequence[str], Row, dict[str, str]]]) -> str:
     """The results file, up to what is written by hand below it."""
     all_results = [result for _, results, _ in rows for each in results.values() for result in each]
@@ -84,7 +77,12 @@ def page(rows: Sequence[tuple[Sequence[str], Row, dict[str, str]]]) -> str:
         cells = []
         for _, results, refused in rows:
             if layout in results:
-                cells.append(_cell(results[layout]))
+                # of each number format the error that came nearest to its bound, in parts of it
+                errors = (
+                    f"{worst(each.deviations).excess:.2f}" if each.passed else f"**{each.dtype} FAILS**"
+                    for each in results[layout]
+                )
+                cells.append(", ".join(errors))
             else:
                 cells.append(letters.setdefault(refused[layout], chr(ord("a") + len(letters))))
         lines.append(harness.row([layout, *cells]))

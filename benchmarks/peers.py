@@ -40,6 +40,7 @@ from typing import Any
 
 from benchmarks import harness
 from benchmarks.peer_sides import LAYOUTS, SIDES, ranks_of
+from benchmarks.train_step import launcher_environment
 from launch.runtime.local_ranks import free_port
 
 RESULTS = harness.RESULTS / "peers.md"
@@ -79,7 +80,7 @@ class PeerRanks:
         inherited = ("OMP_", "GOMP_", "GLIBC_", "MALLOC_")
         shared = {key: value for key, value in os.environ.items() if not key.startswith(inherited)}
         if side == OURS:
-            shared |= _launcher_environment(count)
+            shared |= launcher_environment(count)
         threads = max(1, len(os.sched_getaffinity(0)) // count)
         shared |= {"OMP_NUM_THREADS": str(threads), "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(harness.ROOT)}
         shared |= {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -142,13 +143,6 @@ class PeerRanks:
     def _reason(self, rank: int) -> str:
         self._errors.seek(0)
         return f"rank {rank} died: {reason_in(self._errors.read())}"
-
-
-def _launcher_environment(ranks: int) -> dict[str, str]:
-    from launch.runtime.local_ranks import rank_environment
-    from megalite.config import LaunchConfig
-
-    return rank_environment(LaunchConfig(), ranks=ranks, on_gpu=False)[0]
 
 
 def reason_in(text: str) -> str:

@@ -102,12 +102,12 @@ class Side:
         return json.loads(line)
 
 
-def launcher_environment() -> dict[str, str]:
-    """Returns the environment that `megalite train` sets for one CPU rank."""
+def launcher_environment(ranks: int = 1) -> dict[str, str]:
+    """Returns the environment that `megalite train` sets for each of so many CPU ranks."""
     from launch.runtime.local_ranks import rank_environment
     from megalite.config import LaunchConfig
 
-    return rank_environment(LaunchConfig(), ranks=1, on_gpu=False)[0]
+    return rank_environment(LaunchConfig(), ranks=ranks, on_gpu=False)[0]
 
 
 def serve(side: str, dtype: str, tree: Path) -> None:

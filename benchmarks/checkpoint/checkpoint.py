@@ -192,7 +192,7 @@ def disk_rank(rank: int, root: Path, ranks: int, repetitions: int) -> list[Turn]
         for name, action in reads.items():
             settle(root, remove=False)
             if name != "cached_load_s":
-                forget(original, *folder.iterdir())
+                harness.drop_from_cache(original, *folder.iterdir())
             turn[name] = together(action)
         turns.append(turn)
     return turns
@@ -204,13 +204,6 @@ def write_random(path: Path, size: int) -> None:
         for number in range(size // MIB):
             file.write(number.to_bytes(8, "little") + block[8:])
         file.write(block[: size % MIB])
-
-
-def forget(*paths: Path) -> None:
-    """Drops synced files from the page cache."""
-    for path in paths:
-        with path.open("rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def disk_table(root: Path, repetitions: int) -> list[str]:

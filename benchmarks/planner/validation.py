@@ -39,7 +39,7 @@ from benchmarks.planner.simulation import Check, Relation, validation_rows
 from launch.planning.calibration import minimize
 from megalite.planner.cost.step_time import step_time
 from megalite.planner.failure_rates import rate_of_count
-from megalite.planner.hardware import Cluster, find_accelerator
+from megalite.planner.hardware import find_accelerator
 
 PAGE = Path(__file__).parents[2] / "docs" / "planner.md"
 BEGIN = "<!-- validation: made by `python -m benchmarks.planner.validation` -->\n"
@@ -65,15 +65,9 @@ class ReportSection:
     promises: tuple[Promise, ...]
 
 
-def with_efficiency(cluster: Cluster, efficiency: float) -> Cluster:
-    """The same cluster with another calibration constant."""
-    accelerator = cluster.accelerator.model_copy(update={"efficiency": efficiency})
-    return cluster.model_copy(update={"accelerator": accelerator})
-
-
 def error_of(row: Published, efficiency: float) -> float:
     """Predicted over measured, minus one."""
-    return step_time(row.job, with_efficiency(row.cluster, efficiency)).seconds / row.seconds - 1
+    return step_time(row.job, row.cluster.with_efficiency(efficiency)).seconds / row.seconds - 1
 
 
 def fitted(rows: Sequence[Published]) -> float:
@@ -261,7 +255,7 @@ def simulations() -> ReportSection:
     checks = validation_rows()
     held = [check for check in checks if check.relation is not Relation.SHOWN]
     promises = tuple(
-        Promise(check.name, _against(check), _bound(check), check.passes)
+        Promise(check.name, f"{check.ours:.4g}, reference {check.reference:.4g}", _bound(check), check.passes)
         for check in held
         if not check.name.startswith("bubble")
     )
@@ -272,10 +266,6 @@ def simulations() -> ReportSection:
     lines = ["| figure | simulated | reference | note |", "|---|--:|--:|---|"]
     lines += [f"| {check.name} | {check.ours:.4g} | {check.reference:.4g} | {check.note} |" for check in checks]
     return ReportSection("Simulation", "\n".join([*lines, ""]), (*promises, exact))
-
-
-def _against(check: Check) -> str:
-    return f"{check.ours:.4g}, reference {check.reference:.4g}"
 
 
 def _bound(check: Check) -> str:

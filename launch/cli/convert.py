@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from data_pipeline.storage.files import decimal_size
 from launch.cli.options import AsJson, ModelTokenizer
 from launch.errors import INTERRUPTED_CODE, LaunchError
 from launch.output import check_local, loading, print_json, progress_bar
@@ -165,8 +166,8 @@ def _print_plan(plan: ConversionPlan, action: str, as_json: bool) -> None:
         f"dry run: would {action} {plan.source} -> {plan.target}: {plan.model_type}, {tensors}{plan.parameters:,} "
         f"parameters, {plan.dtype}\n"
         f"files with weights on the Hugging Face side: {', '.join(plan.files)}\n"
-        f"reads {_gigabytes(plan.bytes_read)}, writes {_gigabytes(plan.bytes_written)}; {_gigabytes(plan.bytes_free)} "
-        f"are free there{fits}"
+        f"reads {decimal_size(plan.bytes_read)}, writes {decimal_size(plan.bytes_written)}; "
+        f"{decimal_size(plan.bytes_free)} are free there{fits}"
     )
     for notice in plan.notices:
         log.info(notice)
@@ -181,8 +182,8 @@ def _print_summary(summary: ConvertSummary, as_json: bool, what_next: str) -> No
     say(
         f"{summary.source} -> {summary.target}: {summary.model_type}, {summary.tensors} tensors, "
         f"{summary.parameters:,} parameters, {summary.dtype}\n"
-        f"{_gigabytes(summary.bytes_read)} read and {_gigabytes(summary.bytes_written)} written in "
-        f"{summary.seconds:.1f} s ({_gigabytes(moved / max(summary.seconds, 1e-9))}/s){memory}"
+        f"{decimal_size(summary.bytes_read)} read and {decimal_size(summary.bytes_written)} written in "
+        f"{summary.seconds:.1f} s ({decimal_size(moved / max(summary.seconds, 1e-9))}/s){memory}"
     )
     if not summary.compared:
         say("NOT VALIDATED: this model's logits were not compared with those of transformers, and may be wrong")
@@ -196,7 +197,3 @@ def _print_summary(summary: ConvertSummary, as_json: bool, what_next: str) -> No
     for notice in summary.notices:
         log.info(notice)
     log.info(f"next: {what_next}")
-
-
-def _gigabytes(size: float) -> str:
-    return f"{size / 1e9:,.2f} GB" if size >= 1e7 else f"{size / 1e6:,.2f} MB"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from data_pipeline.storage.files import decimal_size
 from launch.cli.options import AsJson, ConfigPath, Overrides, TopologyPath
 from launch.cluster.switch_topology import Topology, expand_hosts, read_topology
 from launch.errors import LaunchError
@@ -83,7 +84,9 @@ def place(
         cells.append((row["host"], _span(ranks), _span(row["stages"]), _span(row["replicas"])))
     title = f"{layout.world_size} ranks ({format_sizes(config, layout)}) on {len(rows)} hosts"
     Table(("host", "ranks", "stages", "replicas"), cells, title).print()
-    levels = [(level, _size(size), _size(first_fit.crossing[level])) for level, size in best.crossing.items()]
+    levels = [
+        (level, decimal_size(size), decimal_size(first_fit.crossing[level])) for level, size in best.crossing.items()
+    ]
     levels.append(("hosts", str(len(best.hosts)), str(len(first_fit.hosts))))
     if len(best.crossing) > 2:
         levels.append(("leaf switches", str(best.leaves), str(first_fit.leaves)))
@@ -144,10 +147,3 @@ def _span(numbers: Sequence[int]) -> str:
     if first == last:
         return str(first)
     return f"{first}-{last}" if len(numbers) == last - first + 1 else ", ".join(map(str, numbers))
-
-
-def _size(size: float) -> str:
-    units = ["B", "kB", "MB", "GB", "TB"]
-    while size >= 1000 and len(units) > 1:
-        size, units = size / 1000, units[1:]
-    return f"{size:,.3g} {units[0]}"

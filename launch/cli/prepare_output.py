@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from shlex import quote
 from typing import TYPE_CHECKING
 
@@ -50,7 +50,8 @@ def print_conversations(conversations: Iterable[ShownConversation]) -> None:
         to.print(text)
         tokens, left = Text("tokens: "), SHOWN_TOKENS
         for run in conversation.runs:
-            shown = BETWEEN.join(_in_one_line(run.tokens[: max(0, left)]))
+            in_one_line = (token.replace("\n", "\\n").replace("\t", "\\t") for token in run.tokens[: max(0, left)])
+            shown = BETWEEN.join(map(visible, in_one_line))
             if shown:
                 tokens.append(f"{OPEN}{shown}{CLOSE}" if run.has_loss else shown, "green" if run.has_loss else "dim")
             left -= len(run.tokens)
@@ -59,11 +60,6 @@ def print_conversations(conversations: Iterable[ShownConversation]) -> None:
         to.print(tokens)
         say("")
     say(f"{plural(number, 'conversation')}; what carries loss is in {OPEN} {CLOSE}; nothing was written")
-
-
-def _in_one_line(tokens: Iterable[str]) -> Iterator[str]:
-    for token in tokens:
-        yield visible(token.replace("\n", "\\n").replace("\t", "\\t"))
 
 
 def print_summary(summary: PrepareSummary) -> None:

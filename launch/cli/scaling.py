@@ -11,11 +11,11 @@ from launch.cli.options import AsJson
 from launch.cli.series import SeriesFolder, Steps, WarmUp, end_with_code_of, make_runs, print_planned
 from launch.errors import LaunchError
 from launch.output import print_json
+from launch.runtime.devices import cpu_count, gpu_count
 from launch.runtime.logs import get_logger
 from launch.runtime.printing import say
 
 if TYPE_CHECKING:
-    from launch.experiments.running import SeriesResults
     from launch.experiments.scaling_report import ScalingReport
     from launch.experiments.series import RunSeries
 
@@ -63,6 +63,9 @@ def scaling(
     Example: `megalite scaling configs/quickstart.yaml parallel.tensor_parallel_size=1 parallel.pipeline_parallel_size=1
     --ranks 1,2,4 --strong`
     """
+    from launch.experiments.efficiency import ScalingPoint
+    from launch.experiments.scaling_report import ScalingReport
+
     if from_runs:
         if ranks is not None or weak or strong or dry_run:
             raise LaunchError(
@@ -79,15 +82,22 @@ def scaling(
     series, crowded = _series(Path(words[0]), words[1:], ranks, kind, grow, (steps, warm_up, rounds), folder)
     checked = series.check()
     if crowded and not oversubscribe:
-        raise LaunchError(format_crowded(crowded))
+        raise LaunchError(
+            f"--ranks {crowded[0]}: this machine has {cpu_count()} cores, and ranks that share one show nothing about "
+            "scaling: use fewer ranks, or insist with --oversubscribe, which the report will say"
+        )
     if dry_run:
         series.refuse_other_series(checked)
         print_planned(series, checked, as_json=as_json)
         return
     series.open(checked)
     results = make_runs(series, as_json=as_json)
-    report = _report_of(series, results, kind, [run.layout.world_size for run in checked], crowded)
-    _show(report, series.folder, f"Scaling of {words[0]}", as_json=as_json)
+    sizes = [run.layout.world_size for run in checked]
+    points = [
+        ScalingPoint(point.name, sizes[place], tuple(results.measured[place].values()), results.failures.get(place, ""))
+        for place, point in enumerate(series.points)
+    ]
+    _show(ScalingReport(kind, points, crowded), series.folder, f"Scaling of {words[0]}", as_json=as_json)
     end_with_code_of(results)
 
 
@@ -103,7 +113,6 @@ def _series(
     """Returns the series, and the numbers of ranks that are more than the cores of this machine."""
     from launch.experiments.scaling_points import parse_ranks, scaling_points
     from launch.experiments.series import RunSeries, length_free
-    from launch.runtime.devices import cpu_count, gpu_count
     from launch.trainer.start.run_config import load_run_config
 
     base = load_run_config(config_path, overrides)
@@ -116,29 +125,6 @@ def _series(
     default = base.run_dir.with_name(f"{base.run_dir.name}_scaling_{kind}")
     series = RunSeries(f"scaling --{kind}", folder or default, config_path, tuple(common), points, *lengths)
     return series, [number for number in numbers if on_cpu and number > cores]
-
-
-def format_crowded(crowded: list[int]) -> str:
-    """Returns why numbers of ranks are refused that this machine has no cores for."""
-    from launch.runtime.devices import cpu_count
-
-    return (
-        f"--ranks {crowded[0]}: this machine has {cpu_count()} cores, and ranks that share one show nothing about "
-        "scaling: use fewer ranks, or insist with --oversubscribe, which the report will say"
-    )
-
-
-def _report_of(
-    series: RunSeries, results: SeriesResults, kind: str, ranks: list[int], crowded: list[int]
-) -> ScalingReport:
-    from launch.experiments.efficiency import ScalingPoint
-    from launch.experiments.scaling_report import ScalingReport
-
-    points = [
-        ScalingPoint(point.name, ranks[place], tuple(results.measured[place].values()), results.failures.get(place, ""))
-        for place, point in enumerate(series.points)
-    ]
-    return ScalingReport(kind, points, crowded)
 
 
 def _report_on(run_dirs: list[Path], warm_up: int, folder: Path | None, *, as_json: bool) -> None:

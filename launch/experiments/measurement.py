@@ -59,6 +59,7 @@ class RunMeasurement:
             raise LaunchError(f"{run_dir} has {done} steps, and the first {warm_up} do not count: nothing is measured")
         windows = _windows(records, files.config.monitor.log_interval)
         step_s = statistics.median([sum(one.values()) for one in windows] or step_times)
+        peaks = [one.peak_mib for one in files.receipt.measured.ranks if one.peak_mib is not None]
         return cls(
             run_dir,
             files.config,
@@ -66,7 +67,7 @@ class RunMeasurement:
             len(step_times),
             step_s,
             _scaled(windows, step_s),
-            _peak_memory(files),
+            max([*peaks, *known(files.records[-1:], "memory_peak_mib")], default=None),
             predicted_s if (predicted_s := files.receipt.prediction.step_time_s or 0.0) > 0 else None,
             files.receipt.prediction.rough,
         )
@@ -120,9 +121,3 @@ def _scaled(windows: Sequence[Mapping[str, float]], step_s: float) -> dict[str, 
     """Returns the shares of all windows together, of a step of `step_s`."""
     whole = sum(sum(one.values()) for one in windows)
     return {name: step_s * sum(one[name] for one in windows) / whole for name in windows[0]} if windows else {}
-
-
-def _peak_memory(files: RunFiles) -> float | None:
-    peaks = [one.peak_mib for one in files.receipt.measured.ranks]
-    of_rank_0 = known(files.records[-1:], "memory_peak_mib")
-    return max([*(peak for peak in peaks if peak is not None), *of_rank_0], default=None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -13,11 +13,10 @@ from launch.experiments.measurement import RunMeasurement
 from launch.experiments.series import RunSeries, SeriesRun
 from launch.runtime.modules import COMMAND_LINE, python_command
 from launch.runtime.processes import TICK_S, ProcessTree, StopSignals
+from launch.supervision.run_outcome import RunFolder
 from megalite.checkpoint.small_files import read_end
-from megalite.monitor.sinks.jsonl import METRICS, stream_records
 
 LOG_BYTES = 1 << 16
-LINE_BYTES = 1 << 13  # of metrics.jsonl: its last step
 ERROR = "megalite: error: "
 
 Advance = Callable[[SeriesRun, int], None]
@@ -77,15 +76,9 @@ def _make(series: RunSeries, run: SeriesRun, signals: StopSignals, advance: Adva
     with ProcessTree(words, os.environ) as tree:
         while code is None and signals.last is None:
             code = tree.wait(TICK_S)
-            advance(run, _steps_done(run))
+            state = RunFolder.read(run.run_dir)
+            advance(run, state.step if state is not None else 0)
     return code
-
-
-def _steps_done(run: SeriesRun) -> int:
-    with suppress(OSError, ValueError, TypeError):
-        last: Sequence[dict[str, object]] = list(stream_records(run.run_dir / METRICS, LINE_BYTES))[-1:]
-        return int(str(last[0]["step"])) if last else 0
-    return 0
 
 
 def _reason(run: SeriesRun, code: int) -> str:

@@ -111,12 +111,11 @@ def points_of_runs(run_dirs: Sequence[Path], warm_up: int) -> list[ScalingPoint]
                     f"{run.run_dir} and {measured[0].run_dir} differ in {name}: a token is not the same work in both, "
                     "so their speeds say nothing about scaling"
                 )
-    points = [ScalingPoint(_layout_name(alike[0]), alike[0].ranks, tuple(alike)) for alike in runs.values()]
+    points = []
+    for alike in runs.values():
+        name = " ".join(f"{size_of[0]}p{size}" for size_of, size in alike[0].layout.items())
+        points.append(ScalingPoint(name, alike[0].ranks, tuple(alike)))
     return [*sorted(points, key=lambda point: point.ranks), *failed]
-
-
-def _layout_name(run: RunMeasurement) -> str:
-    return " ".join(f"{name[0]}p{size}" for name, size in run.layout.items())
 
 
 def kind_of(points: Sequence[ScalingPoint]) -> str:

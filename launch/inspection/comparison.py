@@ -32,7 +32,7 @@ SPIKE = 8.0  # gradient norm over its median so far, beyond which a step magnifi
 RECENT = 200  # steps of that median
 SETTLED = 5  # steps at the start that no speed is measured in: they warm up
 MISSING = "(unknown)"
-SAME_RULE = ("model", "optimizer", "training.gradient_clipping", "training.initialize_from")
+SAME_RULE = ("model.", "optimizer.", "training.gradient_clipping.", "training.initialize_from.")
 """Options that change what is learned. Batch, seed, data and learning rates are compared as the run recorded them."""
 FREE = ("run_dir", "monitor.wandb.name")  # differ between any two runs
 
@@ -178,15 +178,7 @@ def compare(histories: Mapping[str, RunHistory], tolerance: float | None = None)
     """Compares at least two runs, by name. Without `tolerance` that of the runs' number formats is taken."""
     runs = tuple(ComparedRun.of(name, history) for name, history in histories.items())
     first, *others = runs
-    pairs = tuple(
-        _pair(first, other, tolerance_of(first, other) if tolerance is None else tolerance) for other in others
-    )
-    return Comparison(runs, pairs, tuple(differing_options(runs)))
-
-
-def tolerance_of(*runs: ComparedRun) -> float:
-    """Returns the default tolerance of runs: that of the coarsest format among them; unknown ones count as fp32."""
-    return max(TOLERANCE.get(run.dtype or "", TOLERANCE["fp32"]) for run in runs)
+    return Comparison(runs, tuple(_pair(first, other, tolerance) for other in others), tuple(differing_options(runs)))
 
 
 def differing_options(runs: Sequence[ComparedRun]) -> Iterator[OptionDifference]:
@@ -205,7 +197,9 @@ def relative_differences(first: RunHistory, second: RunHistory, name: str) -> tu
     return at, _relative(left, right)
 
 
-def _pair(first: ComparedRun, second: ComparedRun, tolerance: float) -> PairComparison:
+def _pair(first: ComparedRun, second: ComparedRun, tolerance: float | None) -> PairComparison:
+    if tolerance is None:  # a format that is not known counts as fp32
+        tolerance = max(TOLERANCE.get(run.dtype or "", TOLERANCE["fp32"]) for run in (first, second))
     at, left, right = _common(first.history, second.history, "loss")
     relative = _relative(left, right)
     outside = np.flatnonzero(relative > tolerance)
@@ -284,13 +278,9 @@ def _obstacles(first: ComparedRun, second: ComparedRun) -> Iterator[str]:
         if len(apart):
             place = int(apart[0])
             yield f"they {what} from step {int(at[place]):,} on ({left[place]:g} and {right[place]:g})"
-    rule = [one.name for one in differing_options((first, second)) if _is_rule(one.name)]
+    rule = [one.name for one in differing_options((first, second)) if f"{one.name}.".startswith(SAME_RULE)]
     if rule:
         yield f"they do not learn by the same rule: {', '.join(rule)}"
-
-
-def _is_rule(option: str) -> bool:
-    return any(option == name or option.startswith(f"{name}.") for name in SAME_RULE)
 
 
 def _notes(first: ComparedRun, second: ComparedRun, steps: int) -> Iterator[str]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from launch.inspection.comparison import ComparedRun, Comparison, OptionDifference, PairComparison, StepDifference
+from launch.inspection.comparison import ComparedRun, Comparison, PairComparison, StepDifference
 from launch.output import Cell, Table, styled
 from megalite.checkpoint.manifest import printable
 from megalite.monitor.steps.parts import PARTS
@@ -35,7 +35,7 @@ def runs_table(comparison: Comparison) -> Table:
             _loss(evaluation),
             seconds(run.step_s) if run.step_s is not None else "",
             count(run.tokens_per_second) if run.tokens_per_second is not None else "",
-            _times(pair.token_speed) if pair is not None else "",
+            f"{pair.token_speed:.2f} x" if pair is not None and pair.token_speed is not None else "",
         )
         rows.append([printable(cell) for cell in cells])
     columns = ("run", "layout", "step", "loss", "held out", "a step", "tokens/s", "speed to first")
@@ -164,7 +164,7 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
             }
             for pair in comparison.pairs
         ],
-        "options": [_option_as_json(one) for one in comparison.options],
+        "options": [{"name": one.name, "values": list(one.values)} for one in comparison.options],
     }
 
 
@@ -182,10 +182,6 @@ def _run_as_json(run: ComparedRun) -> dict[str, Any]:
     }
 
 
-def _option_as_json(option: OptionDifference) -> dict[str, Any]:
-    return {"name": option.name, "values": list(option.values)}
-
-
 def _as_dict(difference: StepDifference | None) -> dict[str, Any] | None:
     return None if difference is None else asdict(difference)
 
@@ -199,7 +195,3 @@ def _difference(difference: StepDifference | None) -> str:
 
 def _loss(value: float | None) -> str:
     return "" if value is None else "no number" if not math.isfinite(value) else f"{value:.4f}"
-
-
-def _times(ratio: float | None) -> str:
-    return "" if ratio is None else f"{ratio:.2f} x"

@@ -130,14 +130,12 @@ class AuditedRun:
             when = current.when
             if reading.k < current.first:
                 is_between = current.step == before.step + 1  # two steps in a row, with samples of none between
-                step, when = None, "left out" if is_between or self._is_left_out(reading.k) else "unknown"
+                is_left_out = is_between or any(begin <= reading.k < end for begin, end in self.data.followed.left_out)
+                step, when = None, "left out" if is_left_out else "unknown"
             elif step == -1:
                 step = at_last.steps_at(config, reading.k) + 1
             found.append(StepReading(reading.k, step, reading.source, reading.epoch, when))
         return found
-
-    def _is_left_out(self, k: int) -> bool:
-        return any(first <= k < stop for first, stop in self.data.followed.left_out)
 
     @property
     def _last(self) -> StepSamples:

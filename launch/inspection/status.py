@@ -153,8 +153,9 @@ def _limit_s(files: RunFiles, own: Sequence[Facts], steps_s: Sequence[float], *,
         limit_s += watchdog.limit_s(known(own, "evaluation_s")[-WATCHED:])
     if is_saving:
         limit_s += watchdog.limit_s(())
-    if own and _is_rolling_back(files.session, time_of(own[-1])):
-        limit_s += watchdog.limit_s(())
+    recent = [event for event in files.session if own and time_of(event) >= time_of(own[-1])]
+    if any(event["event"] == "intervened" and event.get("action") == "rollback" for event in recent):
+        limit_s += watchdog.limit_s(())  # it loads a checkpoint
     return limit_s
 
 
@@ -165,12 +166,6 @@ def _evaluates_next(files: RunFiles, last: Facts) -> bool:
     if interval == 0 or step is None:
         return False
     return step + 1 == _total_steps(files.session, files.config) or (step + 1) % interval == 0
-
-
-def _is_rolling_back(session: Sequence[Facts], since: float) -> bool:
-    """Returns whether a guard has asked for a rollback since a time, which loads a checkpoint."""
-    recent = [event for event in session if time_of(event) >= since]
-    return any(event["event"] == "intervened" and event.get("action") == "rollback" for event in recent)
 
 
 def _failed_save(session: Sequence[Facts]) -> str:

@@ -305,11 +305,11 @@ def curves_table(curves: Curves) -> Element:
         for series in chart.series:
             name = f"{chart.title}, {series.label}" if len(chart.series) > 1 else f"{chart.title}, {chart.unit}"
             columns[name] = thin(series, edges).mean
-    return number_table([curves.axis, *columns], _rows(x, columns))
-
-
-def _rows(x: Column, columns: Mapping[str, Column]) -> list[list[str]]:
-    return [
-        [count_text(value), *(f"{c[i]:,.5g}" if math.isfinite(c[i]) else "" for c in columns.values())]
-        for i, value in enumerate(x.tolist())
+    rows = [
+        [
+            count_text(value),
+            *(f"{column[place]:,.5g}" if math.isfinite(column[place]) else "" for column in columns.values()),
+        ]
+        for place, value in enumerate(x.tolist())
     ]
+    return number_table([curves.axis, *columns], rows)

@@ -36,15 +36,11 @@ def number_table(header: Sequence[str], rows: Sequence[Sequence[str | Element]],
     """Builds a table; columns in `words` hold text, all others numbers."""
     kinds = ["words" if place in words else None for place in range(len(header))]
     head = element("tr", [element("th", one, class_=kind) for one, kind in zip(header, kinds, strict=True)])
-    body = [
-        element("tr", [element("td", _cell(cell), class_=kind) for cell, kind in zip(row, kinds, strict=True)])
-        for row in rows
-    ]
+    body = []
+    for row in rows:
+        shown = [printable(cell) if isinstance(cell, str) else cell for cell in row]
+        body.append(element("tr", [element("td", cell, class_=kind) for cell, kind in zip(shown, kinds, strict=True)]))
     return element("table", element("thead", head), element("tbody", body))
-
-
-def _cell(cell: str | Element) -> Child:
-    return printable(cell) if isinstance(cell, str) else cell
 
 
 def keys(names: Sequence[tuple[str, str]]) -> Element:

@@ -49,16 +49,12 @@ class MeasuredRun:
 
     def predicted_s(self, efficiency: float) -> float:
         """The predicted time of a step with this constant."""
-        return step_time(self.job, self._with(efficiency)).seconds
+        return step_time(self.job, self.cluster.with_efficiency(efficiency)).seconds
 
     def in_products(self, efficiency: float) -> float:
         """The share of a step that the constant determines."""
-        step = step_time(self.job, self._with(efficiency))
+        step = step_time(self.job, self.cluster.with_efficiency(efficiency))
         return step.parts.get(PRODUCTS, 0.0) / step.seconds
-
-    def _with(self, efficiency: float) -> Cluster:
-        kind = self.cluster.accelerator.model_copy(update={"efficiency": efficiency})
-        return self.cluster.model_copy(update={"accelerator": kind})
 
 
 @dataclass(frozen=True)

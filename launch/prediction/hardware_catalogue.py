@@ -22,8 +22,8 @@ from megalite.config import ConfigError
 from megalite.config.errors import problems_of, shown
 from megalite.config.suggestions import dotted, nearest_name
 from megalite.config.user_folders import settings_folder
-from megalite.config.yaml_text import parse_yaml, to_yaml
-from megalite.planner.hardware import Accelerator, Catalogue, Link, catalogue, extended
+from megalite.config.yaml_text import to_yaml
+from megalite.planner.hardware import Accelerator, Catalogue, Link, catalogue, extended, read_yaml
 
 KINDS: dict[str, type[Accelerator] | type[Link]] = {"accelerators": Accelerator, "links": Link}
 EXAMPLES = {"accelerators": "efficiency: 0.6", "links": "gb_per_s: 50"}
@@ -115,11 +115,8 @@ def _only_writer(path: Path) -> Iterator[None]:
 
 def _read(path: Path) -> tuple[Any, dict[tuple[str | int, ...], int]]:
     try:
-        return parse_yaml(path.read_text(encoding="utf-8"))
+        return read_yaml(path)
     except (FileNotFoundError, NotADirectoryError):
         return None, {}
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise ConfigError(f"{path} cannot be read: {reason}") from None
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None

@@ -192,6 +192,11 @@ class Cluster(Section):
         """Memory of one accelerator, in bytes."""
         return int(self.accelerator.memory_gib * 2**30)
 
+    def with_efficiency(self, efficiency: float) -> Self:
+        """Returns the same cluster with another calibrated constant."""
+        accelerator = self.accelerator.model_copy(update={"efficiency": efficiency})
+        return self.model_copy(update={"accelerator": accelerator})
+
     def peak_flops(self, dtype: Dtype) -> float:
         """Returns the dense floating-point operations per second of one accelerator."""
         peaks = self.accelerator.peak_tflops
@@ -258,15 +263,22 @@ def cluster_of(described: ClusterFile, name: str, known: Catalogue | None = None
     )
 
 
+def read_yaml(path: Path) -> tuple[Any, dict[tuple[str | int, ...], int]]:
+    """Returns the values of a file, and their lines. Raises OSError, or ConfigError with the file's name."""
+    try:
+        return parse_yaml(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} cannot be read: it is not text") from None
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
 def read_cluster(path: Path, known: Catalogue | None = None) -> Cluster:
     """Reads a cluster from a YAML file. Raises ConfigError, one sentence with file and line."""
     try:
-        values, lines = parse_yaml(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise ConfigError(f"cluster {path} cannot be read: {reason}") from None
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
+        values, lines = read_yaml(path)
+    except OSError as error:
+        raise ConfigError(f"cluster {path} cannot be read: {error.strerror}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: a cluster file has {', '.join(ClusterFile.model_fields)}, got {shown(values)}")
     try:

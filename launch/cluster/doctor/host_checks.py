@@ -8,9 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from launch.cluster.doctor.findings import FAIL, WARN, Answers, Finding, Problems, usual
-from megalite.units import plural
+from megalite.units import GIB, MIB, duration, gib, plural
 
-MIB, GIB = 1 << 20, 1 << 30
 SHM = "/dev/shm"
 ROOM = {SHM: 128 * MIB, "/tmp": GIB}  # a warning below this; containers have 64 MiB of /dev/shm by default
 RUN_ROOM = 10 * GIB
@@ -155,9 +154,9 @@ def check_room(answers: Answers) -> list[Finding]:
             elif room["bytes"] < MIB or not room["files"]:
                 problems.add(name, FAIL, f"nothing is free in {path}", remedy)
             elif room["bytes"] < enough:
-                problems.add(name, WARN, f"only {_size(room['bytes'])} free in {path}", remedy)
+                problems.add(name, WARN, f"only {gib(room['bytes'])} free in {path}", remedy)
         least = min((room["bytes"] for room in rooms.values() if room), default=0)
-        findings += problems.findings(answers.there, f"{_size(least)} or more free in {path}")
+        findings += problems.findings(answers.there, f"{gib(least)} or more free in {path}")
     return findings
 
 
@@ -171,7 +170,7 @@ def check_locks(answers: Answers) -> list[Finding]:
         if path in held:
             problems.add(name, WARN, f"{path}: an extension of torch is being compiled", "ranks wait for it")
         else:
-            age = _age(max(one["age_s"] for _, one in locks if one["path"] == path))
+            age = duration(max(one["age_s"] for _, one in locks if one["path"] == path))
             sentence = f"ranks would wait for ever for a lock that a dead compiler left {age} ago"
             problems.add(name, FAIL, sentence, f"rm {path}")
     return problems.findings(answers.there, "none left behind") if answers.settings.extensions else []
@@ -188,22 +187,10 @@ def check_limits(answers: Answers) -> list[Finding]:
             sentence = f"a process may open {files} files, and {ranks} ranks can need {needed}"
             problems.add(name, WARN, sentence, "raise nofile in /etc/security/limits.conf")
         if facts["infiniband"] and pinned is not None:
-            sentence = f"a process may pin {_size(pinned)}, too little for InfiniBand"
+            sentence = f"a process may pin {gib(pinned)}, too little for InfiniBand"
             problems.add(name, WARN, sentence, "set memlock unlimited in /etc/security/limits.conf")
     return problems.findings(answers.there, f"enough open files for {plural(ranks, 'rank')}")
 
 
 def _listed(versions: dict[str, Any]) -> str:
     return ", ".join(f"{package} {version or '(none)'}" for package, version in versions.items())
-
-
-def _size(count: float) -> str:
-    if count < GIB:
-        return f"{count / MIB:.0f} MiB"
-    return f"{count / GIB:.{0 if count >= 10 * GIB else 1}f} GiB"
-
-
-def _age(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.0f} h"

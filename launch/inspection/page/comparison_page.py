@@ -40,6 +40,10 @@ def comparison_page(comparison: Comparison) -> str:
     first, *others = (run.name for run in comparison.runs)
     groups = list(_groups(comparison))
     written = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    meaning = (
+        "Differences are relative to the larger of both numbers; beyond is the first step whose losses differ by more "
+        f"than the tolerance. All runs are held against {first}."
+    )
     return render_page(
         f"{', '.join(others)} against {first}",
         "; ".join(f"{run.name}: {run.layout}" for run in comparison.runs if run.layout),
@@ -47,7 +51,7 @@ def comparison_page(comparison: Comparison) -> str:
         list(sentences(comparison)),
         [
             _table_section("runs", "Runs", runs_table(comparison), "Speeds are medians without the first steps."),
-            _table_section("differences", "Largest differences", differences_table(comparison), _meaning(comparison)),
+            _table_section("differences", "Largest differences", differences_table(comparison), meaning),
             curves_section(groups[0], "By step"),
             *(_short_section(curves) for curves in groups[1:]),
             _parts_section(comparison),
@@ -69,13 +73,6 @@ def _tiles(comparison: Comparison) -> dict[str, str]:
         if pair.token_speed is not None:
             tiles[f"{pair.second.name}: tokens/s to those of {pair.first.name}"] = f"{pair.token_speed:.2f} x"
     return tiles
-
-
-def _meaning(comparison: Comparison) -> str:
-    return (
-        "Differences are relative to the larger of both numbers; beyond is the first step whose losses differ by more "
-        f"than the tolerance. All runs are held against {comparison.runs[0].name}."
-    )
 
 
 def _groups(comparison: Comparison) -> Iterator[Curves]:
@@ -128,13 +125,8 @@ def _held_out_chart(runs: Sequence[ComparedRun]) -> Chart:
 
 
 def _short_section(curves: Curves) -> PageSection:
-    return PageSection(
-        curves.id,
-        f"By {curves.axis}",
-        "",
-        [element("div", chart_elements(curves), class_="charts")],
-        curves_table(curves),
-    )
+    figure = [element("div", chart_elements(curves), class_="charts")]
+    return PageSection(curves.id, f"By {curves.axis}", "", figure, curves_table(curves))
 
 
 def _parts_section(comparison: Comparison) -> PageSection:

@@ -33,12 +33,16 @@ def write_index_page(folder: Path, runs: Sequence[RunSummary], path: Path) -> No
     curves = Curves("losses", "step", list(_charts(folder, runs)))
     states = Counter(str(run.status.state) for run in runs)
     written = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    note = f"Of {len(runs):,} runs the {MOST_CURVES} latest active ones are drawn." if len(runs) > MOST_CURVES else ""
     page = render_page(
         f"Runs of {title_of(folder)}",
         ", ".join(f"{plural(number, 'run')} {state}" for state, number in states.most_common()),
         {},
         [],
-        [_runs_section(runs, path.resolve().parent), *([_losses_section(curves, len(runs))] if curves.charts else [])],
+        [
+            _runs_section(runs, path.resolve().parent),
+            *([curves_section(curves, "Losses", note)] if curves.charts else []),
+        ],
         [curves],
         origin=f"megalite report {folder}, {written}",
     )
@@ -84,8 +88,3 @@ def _charts(folder: Path, runs: Sequence[RunSummary]) -> Iterator[Chart]:
         yield Chart("chart-losses", "Loss", "nats per token", losses)
     if held_out:
         yield Chart("chart-held-out", "Held-out loss", "nats per token", held_out)
-
-
-def _losses_section(curves: Curves, runs: int) -> PageSection:
-    note = f"Of {runs:,} runs the {MOST_CURVES} latest active ones are drawn." if runs > MOST_CURVES else ""
-    return curves_section(curves, "Losses", note)

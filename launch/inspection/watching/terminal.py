@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from launch.inspection.files import Facts, number
-from launch.inspection.history import Column, RunHistory
+from launch.inspection.history import RunHistory
 from launch.inspection.report import progress_text, speed_text
 from launch.inspection.state import RunState
 from launch.inspection.status import RunStatus, read_status
@@ -56,7 +56,8 @@ def screen(status: RunStatus, history: RunHistory, width: int) -> list[list[Cell
     if text := speed_text(status):
         lines.append(_line("speed", text))
     for name, column in {"loss": "loss", "held out": "evaluation_loss", "tokens/s": "tokens_per_second"}.items():
-        if known := _known(history.column(column)):
+        numbers = history.column(column)
+        if known := numbers[np.isfinite(numbers)].tolist():
             lines.append(_line(name, sparkline(known, room), f"  {known[0]:,.5g} -> {known[-1]:,.5g}"))
     lines += _stage_lines(history, room, width)
     for event in history.files.slow_ranks:
@@ -148,10 +149,6 @@ def _latest(history: RunHistory) -> dict[str, Any]:
     """Returns the seconds by part at the last step that recorded them."""
     recorded = np.flatnonzero(np.isfinite(history.column("wall_s")))
     return {part: float(column[recorded[-1]]) for part, column in history.parts_s.items()} if len(recorded) else {}
-
-
-def _known(column: Column) -> list[float]:
-    return column[np.isfinite(column)].tolist()
 
 
 def _line(name: str, *cells: Cell) -> list[Cell]:

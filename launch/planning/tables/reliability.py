@@ -10,6 +10,7 @@ from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
 
+from data_pipeline.storage.files import decimal_size
 from launch.output import Table, print_csv, print_json
 from launch.planning.prediction_by_size import SizedRun
 from launch.runtime.logs import get_logger
@@ -24,7 +25,7 @@ from megalite.planner.failure_rates import (
     Components,
 )
 from megalite.planner.reliability.goodput_model import Reliability
-from megalite.units import plain, short
+from megalite.units import count, plain, short
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def assumptions(answer: ReliabilityAnswer) -> list[str]:
     """The assumptions behind the tables, one per line."""
     job, storage = answer.job, answer.job.storage
     limit = storage.storage_bytes_per_s
-    parameters = _scaled(job.parameters).replace(" G", "B").replace(" ", "")
+    parameters = count(job.parameters).replace(" G", "B").replace(" ", "")
     writers = f"{storage.writers} writer{'s' * (storage.writers != 1)}"
     if not isinstance(storage.writers, int):
         writers = f"one writer per {storage.writers[:-1].replace('gpu', 'GPU')}"
@@ -78,7 +79,7 @@ def assumptions(answer: ReliabilityAnswer) -> list[str]:
         f"failures: {short(job.rate_per_1000_node_days)} per 1,000 node-days ({answer.rate_source}); "
         f"published: {LOW:g} to {HIGH:g}; a failure takes {job.detection_s / 60:g} min to notice and "
         f"{job.restart_s / 60:g} min to restart",
-        f"checkpoint: {_scaled(job.checkpoint_bytes)}B, {parameters} parameters "
+        f"checkpoint: {decimal_size(job.checkpoint_bytes)}, {parameters} parameters "
         f"({answer.size_source}) of {job.bytes_per_parameter:g} bytes; {writers} at "
         f"{storage.writer_bytes_per_s / 1e9:g} GB/s, "
         + (f"at most {limit / 1e9:g} GB/s together, " if limit else "no limit together, ")
@@ -185,7 +186,7 @@ def _tables(answer: ReliabilityAnswer, runs: Sequence[SizedRun]) -> list[Table]:
         minutes = {"interval_min": row["interval_s"] / 60, "young_interval_min": row["young_interval_s"] / 60}
         percentages = {"goodput_percent_at_high_rate": 100 * row["goodput_at_high_rate"]}
         known = {name: value for name, value in (row | minutes).items() if value is not None}
-        rounded = {name: _figures(value) for name, value in known.items() if name.endswith(ROUNDED)}
+        rounded = {name: short(value) for name, value in known.items() if name.endswith(ROUNDED)}
         rows.append(row | percentages | rounded)
     failures = {
         "GPUs": "{gpus:,}",
@@ -243,7 +244,7 @@ def _length_table(answer: ReliabilityAnswer, runs: Sequence[SizedRun]) -> list[T
     text_columns = (1,) if lengths else ()
     return [
         Table.of(
-            [flat(run, answer.price) | {"days": _figures(run.days), "ends": str(ends_on(run))} for run in runs],
+            [flat(run, answer.price) | {"days": short(run.days), "ends": str(ends_on(run))} for run in runs],
             columns,
             f"{title}, saves and failures included",
             text_columns,
@@ -290,16 +291,3 @@ def show_tutorial(*, as_json: bool, as_csv: bool) -> None:
     Table.of(steps, columns, "a step", ()).print()
     say("Exercises", *(f"- {each['question']}: {each['answer']}" for each in example["exercises"]), sep="\n")
     say("\nWhere the text contradicts its own numbers", *(f"- {one}" for one in example["contradictions"]), sep="\n")
-
-
-def _figures(value: float) -> str:
-    """At most three significant digits; whole numbers from 100 up."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def _scaled(value: float) -> str:
-    """A number with an SI prefix, such as `847.2 G`."""
-    for scale, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= scale:
-            return f"{value / scale:,.1f} {letter}"
-    return f"{value:.0f} "

@@ -165,7 +165,7 @@ WARNINGS: list[tuple[str, Change, str]] = [
     ("clock", lambda answers: answers.clocks.update(node2=(-3600.0, 0.1)), "its clock is 3600.0 s behind"),
     ("compile locks", fact("locks", to=[lock(77)]), "is being compiled"),
     ("limits", fact("limits", nofile=256), "may open 256 files, and 32 ranks can need 768"),
-    ("limits", pinned, "may pin 0 MiB, too little for InfiniBand"),
+    ("limits", pinned, "may pin 0.0625 MiB, too little for InfiniBand"),
 ]
 
 
