@@ -164,9 +164,10 @@ def _context(
     from megalite.resilience.guards import Guard
     from megalite.resilience.stop_requests import StopRequests
     from megalite.training.checkpoints import Checkpoints
-    from megalite.training.loop import EvaluationSet, TrainerContext
+    from megalite.training.evaluation import EvaluationSet
+    from megalite.training.loop import TrainerContext
 
-    config, layout, data = setup.config, setup.layout, setup.data
+    config, layout, data, manifest = setup.config, setup.layout, setup.data, setup.start.manifest
     replica = engine.coordinate.data_rank
 
     def batches(state: TrainState) -> Iterator[Any]:
@@ -197,6 +198,7 @@ def _context(
             )
             for one in data.validation
         ],
+        lacks_evaluation=setup.start.is_resume and manifest is not None and manifest.evaluation_loss is None,
         guard=guard,
         checkpoints=checkpoints,
         requests=StopRequests(config.training.max_minutes, process_began),

@@ -140,6 +140,11 @@ class RunLogger(Observer):
         if self._is_rank_zero:
             self._log_length(record["step"])
 
+    def on_evaluation(self, record: StepRecord) -> None:
+        if self._is_rank_zero and "loss" in record:
+            record = record | self._goodput.so_far()
+        self._for_each(lambda observer: observer.on_evaluation(record))
+
     def on_breakdown(self, breakdown: StepBreakdown) -> None:
         self._for_each(lambda observer: observer.on_breakdown(breakdown))
 

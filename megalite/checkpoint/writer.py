@@ -21,7 +21,16 @@ from megalite.checkpoint.durable_files import NO_ROOM, remove, sync, write_durab
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.fence import fence
 from megalite.checkpoint.huggingface.safetensors_writer import Entry, into_files, write_safetensors
-from megalite.checkpoint.manifest import LATEST, MANIFEST, WEIGHT, FileEntry, Manifest, entry, step_folders
+from megalite.checkpoint.manifest import (
+    LATEST,
+    MANIFEST,
+    WEIGHT,
+    FileEntry,
+    Manifest,
+    entry,
+    read_manifest,
+    step_folders,
+)
 
 FILE_BYTES = 2 << 30  # of a file, unless one block is larger
 SPARE_BYTES = 1 << 20  # for the manifest and the logs
@@ -123,6 +132,16 @@ def commit(folder: Path, manifest: Manifest) -> None:
         sync(folder.parent)
         write_durably(folder.parent / LATEST, folder.name.encode())
     remove(replaced)
+
+
+def write_evaluation(folder: Path, loss: float) -> None:
+    """Adds the loss of an evaluation to the manifest of a complete checkpoint. Raises CheckpointError."""
+    fence.check()
+    manifest = read_manifest(folder).model_copy(update={"evaluation_loss": loss})
+    try:
+        write_durably(folder / MANIFEST, manifest.sealed())
+    except OSError as error:
+        raise CheckpointError(cannot_write(folder / MANIFEST, error)) from None
 
 
 def write_weights_only(

@@ -9,7 +9,7 @@ micro-batch's summed loss is weighted by `replicas / valid tokens of the global 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -217,13 +217,28 @@ class Engine(ABC):
         """Returns whether the loop should read the result of a step when it has begun the next one."""
         return self.runs_ahead and self.decision.is_late(gate)
 
-    def evaluate(self, micro_batches: Sequence[MicroBatch], count: int) -> Tensor:
-        """Returns the mean loss over the valid tokens of all replicas' micro-batches, `count` on each."""
+    def evaluate(
+        self, micro_batches: Sequence[MicroBatch], count: int, next_part: Callable[[int], int] | None = None
+    ) -> Tensor:
+        """Returns the mean loss over the valid tokens of all replicas' micro-batches, `count` on each.
+
+        With `next_part` they are evaluated in parts, the first of which is one for each stage. It is told the size of
+        the last part and returns that of the next one, equal on all ranks; what it raises ends the evaluation.
+        """
         self.activity.begin_phase(Phase.EVALUATION)
         self.deepspeed.eval()
-        with torch.no_grad():
-            losses = self._evaluate(self._transfer(micro_batches), count, self._token_weight(micro_batches))
-        self.deepspeed.train()
+        weight, losses, done = self._token_weight(micro_batches), list[Tensor](), 0
+        part = count if next_part is None else self.mesh.pipeline_parallel_size
+        try:
+            while done < count:
+                part = min(part, count - done)
+                with torch.no_grad():
+                    losses += self._evaluate(self._transfer(micro_batches[done : done + part]), part, weight)
+                done += part
+                if next_part is not None and done < count:
+                    part = next_part(part)
+        finally:
+            self.deepspeed.train()
         self.activity.record_op(Operation.LOSS, peers=self._loss_peers)
         loss = self._over_replicas(self._sum_of(losses)) / self.mesh.data_parallel_size
         self.activity.record_op(Operation.FINISH, peers=self.activity.peers.everyone)

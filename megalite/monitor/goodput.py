@@ -107,6 +107,10 @@ class Goodput(Observer):
             self._write("steps_lost", step=record["step"], session_s=session_s, lost_s=lost_s, lost_steps=lost_steps)
         return {"session_s": session_s, "goodput": round(self.shares()["productive"], 4)}
 
+    def so_far(self) -> StepRecord:
+        """Returns the fields of a record that tell the account of the steps so far."""
+        return {"session_s": round(self._session_s(), 3), "goodput": round(self.shares()["productive"], 4)}
+
     def account(self, step: int) -> dict[str, Any]:
         """Returns the seconds of all steps up to a recent one, for its `saved` event: from there a resume goes on."""
         seconds = self._steps.until(step)

@@ -55,7 +55,7 @@ class StopRequests:
         several = dist.get_world_size() > 1
         # of all ranks on the CPU; None for a rank alone
         self.group = dist.new_group(backend="gloo", timeout=group_timeout()) if several else None
-        self._is_agreed = False
+        self._is_agreed, self.stops_after = False, "this step"
         self._step = self._saved_step = 0
         self._step_began, self._last_step_s = time.monotonic(), 0.0
         self._has_ended = threading.Event()  # the step in which a signal came
@@ -75,9 +75,8 @@ class StopRequests:
 
     def agree(self, *, save_next: bool, profile_next: bool = False) -> Agreement:
         """Agrees on what comes next; collective. All ranks' signals count, and rank 0's clock and arguments."""
-        self._last_step_s = time.monotonic() - self._step_began
-        is_over = self._deadline is not None and time.monotonic() >= self._deadline
-        asked = [is_over, save_next, profile_next] if dist.get_rank() == 0 else [False] * 3
+        self._last_step_s, self.stops_after = time.monotonic() - self._step_began, "this step"
+        asked = [self._is_over(), save_next, profile_next] if dist.get_rank() == 0 else [False] * 3
         flags = torch.tensor([self._signals.first, *asked], dtype=torch.int32)
         if self.group is not None:
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
@@ -88,6 +87,17 @@ class StopRequests:
             self._has_ended.set()
             stop = Stop(f"signal {signal.Signals(number).name}", number == signal.SIGINT)
         return Agreement(stop, bool(save_next), bool(profile_next))
+
+    def agree_on_part(self, count: int) -> int:
+        """Agrees on the next part of an evaluation: rank 0's `count`, 0 once the run is asked to end. Collective."""
+        numbers = torch.tensor([self._signals.first, 0 if dist.get_rank() or self._is_over() else count])
+        if self.group is not None:
+            dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self.group)
+        number, count = numbers.tolist()
+        return 0 if number else count
+
+    def _is_over(self) -> bool:
+        return self._deadline is not None and time.monotonic() >= self._deadline
 
     @property
     def is_asked(self) -> bool:
@@ -110,4 +120,4 @@ class StopRequests:
         times = f"step {self._step} began {time.monotonic() - self._step_began:.0f} s ago"
         if self._last_step_s:
             times += f", the one before took {self._last_step_s:.3g} s"
-        return f"{name}stopping after this step{cost} ({times})"
+        return f"{name}stopping after {self.stops_after}{cost} ({times})"

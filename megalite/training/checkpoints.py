@@ -5,19 +5,24 @@ Nothing here ends a run but the failure of its last save.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
+
+import torch.distributed as dist
 
 from megalite.checkpoint.digests import newest_intact
 from megalite.checkpoint.engine_state import load_engine
 from megalite.checkpoint.errors import CheckpointError
-from megalite.checkpoint.manifest import Manifest
+from megalite.checkpoint.manifest import Manifest, step_folder
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.remote.mirror import Mirror
 from megalite.checkpoint.retention import Retention, prune
 from megalite.checkpoint.saver import Saved, Saver
+from megalite.checkpoint.writer import write_evaluation
 from megalite.config.sections import CheckpointConfig
 from megalite.engine.engine import Engine
 from megalite.resilience.checkpoint_interval import IntervalPlanner
@@ -87,17 +92,43 @@ class Checkpoints:
         self._blocked_s = 0.0  # that training waited for saves since the last `collect`
         self._last: Saved | None = None
         self._newest: Manifest | None = None  # of the newest save, complete or not
+        self._verdict: Future[float | None] | None = None  # the loss that an evaluation behind the newest save gives
+        self._following: threading.Thread | None = None  # waits for it, on rank 0
         self.saved_step = 0  # up to which nothing would be lost
         self._if_failed = TRAINING_GOES_ON
+        self._holds_reports = False
 
     def save(self, state: TrainState, evaluation_loss: float | None = None, *, is_last: bool = False) -> None:
         """Saves `state` and the engine as they are now; `is_last` if the run ends then."""
         manifest = self._describe(state).model_copy(update={"evaluation_loss": evaluation_loss})
         self._save(manifest, "it is tried once more" if is_last else TRAINING_GOES_ON)
 
-    def _save(self, manifest: Manifest, if_failed: str) -> None:
+    def save_before_evaluation(self, state: TrainState, is_last: bool) -> None:
+        """Saves as `save` does. What follows a commit waits for `evaluated`, which must be called whatever happens, and
+        the log hears of it by `report`, once the step is on record."""
+        self._wait()
+        self._report()
+        self._holds_reports = True
+        self._save(self._describe(state), "it is tried once more" if is_last else TRAINING_GOES_ON, verdict=Future())
+
+    def evaluated(self, loss: float | None) -> None:
+        """Adds the evaluation's loss, if there is one, to the checkpoint that was saved before it. Not collective."""
+        if self._newest is not None and self._verdict is not None:
+            self._newest = self._newest.model_copy(update={"evaluation_loss": loss})
+            self._verdict.set_result(loss)
+
+    def add_evaluation(self, step: int, loss: float) -> None:
+        """Adds a loss to the checkpoint of a step, as a resumed run does that has begun from it. Not collective."""
+        if dist.get_rank() == 0:
+            try:
+                write_evaluation(self._root / step_folder(step), loss)
+            except CheckpointError as error:
+                self._run_log.log_notice(f"{error}; training goes on")
+
+    def _save(self, manifest: Manifest, if_failed: str, verdict: Future[float | None] | None = None) -> None:
         self._wait()
         self._report()  # of the save before
+        self._verdict = verdict
         self._if_failed = if_failed
         self._engine.activity.begin_phase(Phase.CHECKPOINT)
         self._blocked_s += self._saver.save(manifest)
@@ -115,14 +146,22 @@ class Checkpoints:
         blocked, self._blocked_s = self._blocked_s, 0.0
         return blocked
 
+    def report(self) -> None:
+        """Logs the saves that have ended, and those that `save_before_evaluation` has held back. Not collective."""
+        self._holds_reports = False
+        self._report()
+
     def _wait(self) -> None:
         self._engine.activity.begin_phase(Phase.WRITING)
         started = time.monotonic()
         self._saver.wait()
+        if self._following is not None:
+            self._following.join()
+            self._following = None
         self._blocked_s += time.monotonic() - started
 
     def _report(self) -> None:
-        for saved in self._saver.finished():
+        for saved in () if self._holds_reports else self._saver.finished():
             self._last = saved
             self._run_log.on_checkpoint(saved, self._if_failed)
             if saved.failure is None:
@@ -149,6 +188,7 @@ class Checkpoints:
 
     def wait(self) -> float:
         """Waits for a save that is being written; returns what `collect` does."""
+        self._holds_reports = False
         self._wait()
         return self.collect()
 
@@ -176,9 +216,19 @@ class Checkpoints:
 
     def _committed(self, folder: Path) -> None:
         """Runs on rank 0, in the thread that wrote the checkpoint."""
+        if self._verdict is None:
+            self._follow(folder)
+            return
+        self._following = threading.Thread(target=self._follow, args=(folder, self._verdict), daemon=True)
+        self._following.start()
+
+    def _follow(self, folder: Path, verdict: Future[float | None] | None = None) -> None:
+        """Does what follows a commit, which needs to know how well the checkpoint has been evaluated."""
         # a damaged checkpoint of a later step, which a resume has passed over, may look newer than `folder`
         protect = {folder}
         try:
+            if verdict is not None and (loss := verdict.result()) is not None:
+                write_evaluation(folder, loss)
             for hook in (self._exports, self._mirror):
                 if hook is not None:
                     hook.on_commit(folder)

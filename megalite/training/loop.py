@@ -23,6 +23,7 @@ from megalite.resilience.replica_check import Disagreement, SelfCheck, explain
 from megalite.resilience.stop_requests import Stop, StopRequests
 from megalite.tracing.activity import Operation, Phase
 from megalite.training.checkpoints import Checkpoints
+from megalite.training.evaluation import EvaluationSet, evaluate
 from megalite.training.state import (
     TrainingInterrupted,
     TrainingPreempted,
@@ -35,21 +36,12 @@ Batches = Iterator[Sequence[MicroBatch]]
 
 
 @dataclass(frozen=True)
-class EvaluationSet:
-    """One set of held-out samples with a loss of its own."""
-
-    name: str  # "" where there is one set without a name
-    micro_batches: Sequence[MicroBatch]  # this replica's; empty where a rank needs no data
-    count: int  # micro-batches per replica
-    targets: int  # that count, over all replicas: the weight of the loss in that of all sets
-
-
-@dataclass(frozen=True)
 class TrainerContext:
     """The dependencies of the training loop."""
 
     batches: Callable[[TrainState], Batches]  # one item per step after a state; endless empty ones without need of data
     evaluation: Sequence[EvaluationSet]  # none: no evaluation
+    lacks_evaluation: bool  # of the step that a resumed run begins from: it was ended in the middle of one
     guard: Guard
     checkpoints: Checkpoints
     requests: StopRequests
@@ -106,6 +98,8 @@ class _TrainingRun:
     def train(self) -> TrainState:
         checkpoints = self._context.checkpoints
         checkpoints.saved_step, is_save_due = self._state.step, False
+        if self._context.lacks_evaluation and self._is_evaluated(self._state.step):
+            self._catch_up_evaluation(self._state.step)
         while self._state.step < self._total_steps:
             step = self._state.step + 1
             is_save_due |= _is_saved(self._config, step, self._total_steps)
@@ -113,12 +107,14 @@ class _TrainingRun:
             is_read_now = not self._engine.reads_late(self._context.guard) or step == self._total_steps
             is_read_now |= is_save_due or is_checked or is_evaluated or self._recorder.is_profiled(step)
             is_read_now |= self._shapes.shape_after(step) != self._shapes.shape_after(step - 1)  # a stage ends
-            is_saved, read, self._unread = False, self._unread, None
+            is_saved, self._is_saved_first, read, self._unread = False, False, self._unread, None
             begun = None if read is not None and is_read_now else self._begin(step, is_checked=is_checked)
             if read is not None:
                 is_saved = self._finish(read, behind=begun)
             elif begun is not None and is_read_now:
-                is_saved = self._finish(begun, is_checked=is_checked, is_evaluated=is_evaluated) or is_save_due
+                is_saved = is_save_due | self._finish(
+                    begun, is_checked=is_checked, is_evaluated=is_evaluated, is_save_due=is_save_due
+                )
                 read = begun
             if begun is not read and self._state.step == step:  # and it was not held back
                 self._unread = begun
@@ -128,15 +124,14 @@ class _TrainingRun:
             if stop and self._unread is not None:
                 self._finish(self._unread)
                 self._unread = None
-            if is_saved or stop:
-                is_last = stop is not None or self._state.step >= self._total_steps
+            is_last = stop is not None or self._state.step >= self._total_steps
+            if (is_saved or stop) and not self._is_saved_first:
                 checkpoints.save(self._saved_state(), self._evaluation_loss, is_last=is_last)
-                is_save_due = False
             if stop and self._state.step < self._total_steps:
                 checkpoints.finish(self._saved_state())
                 ending = TrainingInterrupted if stop.is_interrupt else TrainingPreempted
                 raise ending(f"{stop.reason}: the state of step {self._state.step} is saved, start again to go on")
-            is_save_due |= is_next_save_due
+            is_save_due = is_next_save_due or (is_save_due and not is_saved)
         checkpoints.finish(self._saved_state())
         return self._state
 
@@ -166,6 +161,7 @@ class _TrainingRun:
         *,
         is_checked: bool = False,
         is_evaluated: bool = False,
+        is_save_due: bool = False,
     ) -> bool:
         """Reads the result of a step, evaluates, logs, and does what the guard asks for.
 
@@ -174,12 +170,12 @@ class _TrainingRun:
         """
         record, state = self._read(begun)
         intervention = self._context.guard.after(state.step, begun.result, begun.micro_batches)
-        if is_evaluated:
-            record = record | _evaluate(self._engine, self._context.evaluation)
         differing: list[Disagreement] = []
         if is_checked:
             differing, seconds = self._self_check.run()
             record = record | {"self_check_s": seconds}
+        if is_evaluated and not differing:
+            record = record | self._evaluate(record, saves_first=is_save_due and intervention is None)
         self._log(record, begun.result)
         if differing:
             raise TrainingStopped(explain(state.step, differing))
@@ -218,7 +214,29 @@ class _TrainingRun:
         }
         if self._config.training.stages:
             record = record | {"global_batch_size": shape.global_batch_size, "sequence_length": shape.sequence_length}
-        return record, state
+        self._source_losses.add(begun.result)
+        return record | self._source_losses.record(state.step), state
+
+    def _evaluate(self, record: StepRecord, *, saves_first: bool) -> StepRecord:
+        """Returns what an evaluation adds to the record of its step. A checkpoint that is due then is there before it:
+        an evaluation may take long, and may fail."""
+        context, found = self._context, StepRecord()
+        if saves_first:
+            context.observer.on_evaluation(record)
+            context.checkpoints.save_before_evaluation(self._saved_state(), record["step"] >= self._total_steps)
+            self._is_saved_first = True
+        try:
+            found = evaluate(self._engine, context.evaluation, context.requests, record["step"])
+        finally:
+            if saves_first:
+                context.checkpoints.evaluated(found.get("evaluation_loss"))
+        return found
+
+    def _catch_up_evaluation(self, step: int) -> None:
+        found = evaluate(self._engine, self._context.evaluation, self._context.requests, step)
+        if found:
+            self._context.observer.on_evaluation({"step": step} | found)
+            self._context.checkpoints.add_evaluation(step, found["evaluation_loss"])
 
     def _after(self, before: TrainState, *, skipped: bool) -> TrainState:
         shape = self._shapes.shape_after(before.step)
@@ -232,15 +250,15 @@ class _TrainingRun:
     def _log(self, record: StepRecord, result: StepResult) -> None:
         observer, step = self._context.observer, record["step"]
         self._engine.activity.begin_phase(Phase.LOGGING)
-        self._source_losses.add(result)
-        saving = StepRecord(save_blocked_s=self._context.checkpoints.collect())
-        record = record | self._source_losses.record(step) | saving
+        record["save_blocked_s"] = self._context.checkpoints.collect()
         if (gathered := self._recorder.end_step(step, result, is_last=step == self._total_steps)) is not None:
             record = record | gathered.record()
             observer.on_breakdown(gathered.breakdown)
             for change in gathered.changes:
                 observer.on_slow_rank(change)
         observer.on_step(record)
+        if self._is_saved_first:
+            self._context.checkpoints.report()
         self._step_time_s = record["step_time_s"]
 
     def _synchronize(self, step: int, *, has_read: bool) -> tuple[Stop | None, bool]:
@@ -260,18 +278,6 @@ class _TrainingRun:
     def _is_evaluated(self, step: int) -> bool:
         is_due = step == self._total_steps or _is_multiple(step, self._config.training.evaluation.interval)
         return bool(self._context.evaluation) and is_due
-
-
-def _evaluate(engine: Engine, sets: Sequence[EvaluationSet]) -> StepRecord:
-    """Returns the loss of each set, and that of all: the mean over all targets."""
-    started = time.perf_counter()
-    losses = {one.name: float(engine.evaluate(one.micro_batches, one.count)) for one in sets}
-    targets = sum(one.targets for one in sets)
-    loss = losses[sets[0].name]
-    if len(sets) > 1:
-        loss = sum(losses[one.name] * one.targets for one in sets) / max(1, targets)
-    named: StepRecord = {"evaluation_losses": losses} if all(losses) else {}
-    return {"evaluation_loss": loss, **named, "evaluation_s": time.perf_counter() - started}
 
 
 def _intervene(

@@ -18,11 +18,12 @@ from typing import Any
 
 import pytest
 
-from launch.errors import FAILED_CODE, HUNG_CODE
+from launch.errors import FAILED_CODE, HUNG_CODE, PREEMPTED_CODE
+from megalite.checkpoint.manifest import read_manifest
 from tests.e2e.conftest import References
 from tests.helpers.audit import audit, audit_against, complete, lost
 from tests.helpers.commands import metrics
-from tests.helpers.faults import ON_ALL_RANKS, ON_RANK_0, die_at, impatient
+from tests.helpers.faults import ON_ALL_RANKS, ON_RANK_0, die_at, impatient, in_evaluation
 from tests.helpers.warm_runs import Session, session, train
 
 pytestmark = pytest.mark.slow
@@ -182,3 +183,29 @@ def on_layout(layout: str, config: dict[str, Any], folder: Path) -> AbstractCont
 def has_done(running: Session, step: int) -> bool:
     """Whether this session has come so far."""
     return f" step {step}/" in running.output(0)
+
+
+@pytest.mark.parametrize(("layout", "number"), [("pp2", signal.SIGKILL), ("dp2-zero2", signal.SIGTERM)])
+def test_an_evaluation_loses_no_checkpoint(
+    layout: str, number: signal.Signals, config: dict[str, Any], references: References, tmp_path: Path
+) -> None:
+    """A kill in one: the checkpoint of its step is there, which was written before. A request to stop ends it. Either
+    way the run that goes on evaluates first what was cut off."""
+    config["training"] |= {"steps": 12, "evaluation": {"interval": 4, "samples": 8}}
+    config |= {"parallel": LAYOUTS[layout], "checkpoint": {"interval": 4, "keep_last": 1, "keep_best": 1}}
+    reference, run_dir = references.of(config), Path(config["run_dir"])
+    with session(tmp_path / "session", config, fault=(in_evaluation, (8, number, [0, 1]))) as running:
+        codes = running.wait()
+        assert codes == ([-number] * 2 if number == signal.SIGKILL else [PREEMPTED_CODE] * 2), running.output()
+        said = running.output(0)
+    assert ("ends without a result" in said) == ("stopping after this part" in said) == (number == signal.SIGTERM), said
+    newest = read_manifest(run_dir / "checkpoints" / "step_00000008")
+    assert newest.evaluation_loss is None, "keep_best does not judge it by another step"
+    (last,) = metrics(run_dir)[7:]
+    assert last["step"] == 8 and "evaluation_loss" not in last and last["goodput"] >= 0
+    train(tmp_path / "session", config)
+    audit_against(reference.run_dir, run_dir, BATCH)
+    losses = {record["step"]: record["evaluation_loss"] for record in metrics(run_dir) if "evaluation_loss" in record}
+    for step in complete(run_dir / "checkpoints"):
+        assert read_manifest(run_dir / "checkpoints" / f"step_{step:08d}").evaluation_loss == losses[step]
+    assert complete(run_dir / "checkpoints") == {12, min(losses, key=lambda step: (losses[step], -step))}

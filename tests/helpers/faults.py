@@ -218,6 +218,33 @@ def signal_in_step(folder: Path, rank: int, step: int, number: int, ranks: Seque
     _before(loop._TrainingRun, "_begin", send)
 
 
+def in_evaluation(folder: Path, rank: int, step: int, number: int, ranks: Sequence[int]) -> None:
+    """Rank 0 sends a signal to `ranks` in the evaluation after `step`, when a first part of it has been read and a
+    checkpoint that was begun before it has been committed."""
+    from megalite.training import evaluation
+
+    def strike() -> None:
+        deadline = time.monotonic() + 20
+        while not (folder / "committed").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for other in sorted(ranks, key=lambda other: other == rank):
+            os.kill(pid_of(folder, other), number)
+            if number != signal.SIGKILL:
+                time.sleep(0.2)  # until the thread that takes signals has it
+
+    from megalite.checkpoint import saver
+
+    commit = saver.commit
+
+    def noted(where: Path, manifest: Any) -> None:
+        commit(where, manifest)
+        if manifest.step == step:
+            (folder / "committed").touch()
+
+    saver.commit = noted
+    _before(evaluation._Pace, "next_part", strike, lambda self, *_: rank == 0 and self._step == step)
+
+
 def slow_writer(folder: Path, rank: int, seconds: float) -> None:
     """A checkpoint takes so much longer to write."""
     from megalite.checkpoint import saver

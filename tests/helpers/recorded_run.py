@@ -16,7 +16,8 @@ from megalite.monitor.steps.slow_ranks import SlowRank
 from megalite.resilience.guards import Guard
 from megalite.resilience.stop_requests import StopRequests
 from megalite.training.checkpoints import Checkpoints
-from megalite.training.loop import EvaluationSet, TrainerContext, train
+from megalite.training.evaluation import EvaluationSet
+from megalite.training.loop import TrainerContext, train
 from megalite.training.state import TrainState
 from tests.helpers.engine_cases import Case, engine_of, global_batches, micro_batches_of
 
@@ -83,6 +84,7 @@ def train_case(
     context = TrainerContext(
         batches=lambda state: iter(batches_of(engine, batches)),
         evaluation=[EvaluationSet("", batches[0], case.accumulation, 1)],
+        lacks_evaluation=False,
         guard=Guard(engine, config.guards),
         checkpoints=Checkpoints(
             engine,

@@ -15,7 +15,7 @@ before backward reaches the first layers. gloo has no reduce-scatter, and torch 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -184,7 +184,7 @@ class GradientReducer:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
         reducing = self._activity.interruption(Operation.REDUCE_GRADIENTS, self._started, self._activity.peers.data)
-        with reducing, self._beside():
+        with reducing, nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             bucket.on_wire = sums.to(self._wire_dtype)
             own = self._own(bucket.on_wire)
             bucket.work = getattr(dist, REDUCE_SCATTER)(own, bucket.on_wire, group=self._group, async_op=True)
@@ -276,6 +276,3 @@ class GradientReducer:
     def _own(self, flat: Tensor) -> Tensor:
         length = len(flat) // self._size
         return flat[self._rank * length : (self._rank + 1) * length]
-
-    def _beside(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

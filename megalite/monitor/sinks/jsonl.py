@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +16,7 @@ from megalite.monitor.observer import Observer
 from megalite.monitor.records.step import StepRecord
 
 METRICS = "metrics.jsonl"
+LAST_BYTES = 1 << 20  # more than a record takes
 
 
 class JsonLinesSink(Observer):
@@ -26,7 +28,7 @@ class JsonLinesSink(Observer):
     name = METRICS
 
     def __init__(self, path: Path, resumed_step: int) -> None:
-        self._file, self._last_step = LineFile(path), resumed_step
+        self._path, self._file, self._last_step = path, LineFile(path), resumed_step
         self._file.cut_after(resumed_step)
 
     def on_step(self, record: StepRecord | dict[str, Any]) -> None:
@@ -36,7 +38,16 @@ class JsonLinesSink(Observer):
         if is_again:
             with suppress(OSError):  # it is tried again, and reported, by `append`
                 self._file.cut_after(step - 1)
-        self._file.append(json.dumps(_finite(record)) + "\n")
+        fields: dict[str, Any] = {**record}
+        ordered = {name: fields[name] for name in StepRecord.__annotations__ if name in fields} | fields
+        self._file.append(json.dumps(_finite(ordered)) + "\n")
+
+    def on_evaluation(self, record: StepRecord) -> None:
+        if "loss" in record:
+            self.on_step(record)
+            return
+        for last in deque(stream_records(self._path, LAST_BYTES), maxlen=1):  # whose evaluation was cut off
+            self.on_step(last | record)
 
     def sync(self) -> None:
         self._file.sync()

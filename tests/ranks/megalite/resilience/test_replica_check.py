@@ -258,6 +258,7 @@ def _train_with_damage(rank: int, case: Case, parameter: str, damaged_step: int,
     job = TrainerContext(
         batches=lambda state: batches(),
         evaluation=[],
+        lacks_evaluation=False,
         guard=Guard(engine, config.guards),
         checkpoints=Checkpoints(engine, config.checkpoint, root, heard, _manifest),
         requests=StopRequests(None, 0.0),

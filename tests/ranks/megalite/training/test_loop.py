@@ -55,6 +55,7 @@ def _train_with_a_failed_save(rank: int, root: Path) -> tuple[list[tuple[int, bo
     context = TrainerContext(
         batches=lambda state: (micro_batches_of(engine, case, batch) for batch in global_batches(case)),
         evaluation=[],
+        lacks_evaluation=False,
         guard=Guard(engine, config.guards),
         checkpoints=Checkpoints(engine, config.checkpoint, root, log, describe),
         requests=StopRequests(None, 0.0),
