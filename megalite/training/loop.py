@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megalite.config import Config
 from megalite.engine.batch_transfer import MicroBatch
@@ -58,11 +59,20 @@ def train(engine: Engine, config: Config, state: TrainState, context: TrainerCon
         return _TrainingRun(engine, config, state, context, recorder).train()
 
 
+class _Due(NamedTuple):
+    """What follows a step; where any of it does, the step is read before the next one begins."""
+
+    self_check: bool
+    evaluation: bool
+    save: bool
+
+
 @dataclass(frozen=True)
-class _BegunStep:
+class _PendingStep:
     """A step that the engine has begun, and whose result the host may have to wait for."""
 
     before: TrainState
+    due: _Due
     micro_batches: Sequence[MicroBatch]
     learning_rate: float
     result: StepResult
@@ -83,10 +93,12 @@ class _TrainingRun:
         self._engine, self._config, self._context, self._recorder = engine, config, context, recorder
         self._self_check, self._total_steps = SelfCheck(engine), config.total_steps
         self._resume_from(state)
-        self._unread: _BegunStep | None = None
+        self._unread: _PendingStep | None = None
         self._last_read = 0.0  # time.perf_counter, when the last result was read
         self._step_time_s = 0.0  # of the last step that was read
         self._evaluation_loss: float | None = None  # of the last step that was read, or of the checkpoint gone back to
+        self._is_saved = False  # the state of the last step that was read, before its evaluation
+        self._is_save_asked = False  # after the coming step
 
     def _resume_from(self, state: TrainState) -> None:
         self._state = state  # after the last step that was begun
@@ -97,27 +109,18 @@ class _TrainingRun:
 
     def train(self) -> TrainState:
         checkpoints = self._context.checkpoints
-        checkpoints.saved_step, is_save_due = self._state.step, False
+        checkpoints.saved_step = self._state.step
         if self._context.lacks_evaluation and self._is_evaluated(self._state.step):
             self._catch_up_evaluation(self._state.step)
         while self._state.step < self._total_steps:
-            step = self._state.step + 1
-            is_save_due |= _is_saved(self._config, step, self._total_steps)
-            is_checked, is_evaluated = self._is_checked(step, is_save_due=is_save_due), self._is_evaluated(step)
-            is_read_now = not self._engine.reads_late(self._context.guard) or step == self._total_steps
-            is_read_now |= is_save_due or is_checked or is_evaluated or self._recorder.is_profiled(step)
-            is_read_now |= self._shapes.shape_after(step) != self._shapes.shape_after(step - 1)  # a stage ends
-            is_saved, self._is_saved_first, read, self._unread = False, False, self._unread, None
-            begun = None if read is not None and is_read_now else self._begin(step, is_checked=is_checked)
-            if read is not None:
-                is_saved = self._finish(read, behind=begun)
-            elif begun is not None and is_read_now:
-                is_saved = is_save_due | self._finish(
-                    begun, is_checked=is_checked, is_evaluated=is_evaluated, is_save_due=is_save_due
-                )
-                read = begun
-            if begun is not read and self._state.step == step:  # and it was not held back
-                self._unread = begun
+            step, unread, self._unread = self._state.step + 1, self._unread, None
+            due = self._due_after(step)
+            reads_now = self._reads_at_once(step, due)
+            begun = None if unread is not None and reads_now else self._begin(step, due)
+            read, behind = (begun, None) if unread is None and reads_now else (unread, begun)
+            is_save_due = read is not None and self._finish(read, behind)
+            if behind is not None and self._state.step == step:  # and it was not held back
+                self._unread = behind
                 self._recorder.cut()
 
             stop, is_next_save_due = self._synchronize(step, has_read=read is not None)
@@ -125,20 +128,33 @@ class _TrainingRun:
                 self._finish(self._unread)
                 self._unread = None
             is_last = stop is not None or self._state.step >= self._total_steps
-            if (is_saved or stop) and not self._is_saved_first:
+            if (is_save_due or stop) and not self._is_saved:
                 checkpoints.save(self._saved_state(), self._evaluation_loss, is_last=is_last)
             if stop and self._state.step < self._total_steps:
                 checkpoints.finish(self._saved_state())
                 ending = TrainingInterrupted if stop.is_interrupt else TrainingPreempted
                 raise ending(f"{stop.reason}: the state of step {self._state.step} is saved, start again to go on")
-            is_save_due = is_next_save_due or (is_save_due and not is_saved)
+            self._is_save_asked = is_next_save_due or (due.save and not is_save_due)
         checkpoints.finish(self._saved_state())
         return self._state
 
-    def _begin(self, step: int, *, is_checked: bool) -> _BegunStep:
+    def _due_after(self, step: int) -> _Due:
+        every = self._config.training.self_check_every
+        save = self._is_save_asked or _saves_by_config(self._config, step, self._total_steps)
+        return _Due(every > 0 and (save or _is_multiple(step, every)), self._is_evaluated(step), save)
+
+    def _reads_at_once(self, step: int, due: _Due) -> bool:
+        """Returns whether a step is read before the next one begins."""
+        ends_stage = self._shapes.shape_after(step) != self._shapes.shape_after(step - 1)
+        is_last = ends_stage or step == self._total_steps
+        return (
+            is_last or any(due) or self._recorder.is_profiled(step) or not self._engine.reads_late(self._context.guard)
+        )
+
+    def _begin(self, step: int, due: _Due) -> _PendingStep:
         """Begins one optimizer step, about which the guard may decide."""
         config, before = self._config, self._state
-        if is_checked:
+        if due.self_check:
             self._self_check.watch()
         self._recorder.begin_step(step)
         self._context.requests.begin_step(step, self._context.checkpoints.saved_step)
@@ -152,45 +168,38 @@ class _TrainingRun:
         self._engine.use_shape(self._shapes.shape_after(before.step))
         result = self._engine.train_step(micro_batches, learning_rate, self._context.guard)
         self._state = self._after(before, skipped=False)  # unless it turns out otherwise when the result is read
-        return _BegunStep(before, micro_batches, learning_rate, result, began, waited_s)
+        return _PendingStep(before, due, micro_batches, learning_rate, result, began, waited_s)
 
-    def _finish(
-        self,
-        begun: _BegunStep,
-        behind: _BegunStep | None = None,
-        *,
-        is_checked: bool = False,
-        is_evaluated: bool = False,
-        is_save_due: bool = False,
-    ) -> bool:
+    def _finish(self, step: _PendingStep, behind: _PendingStep | None = None) -> bool:
         """Reads the result of a step, evaluates, logs, and does what the guard asks for.
 
-        `behind` is the step that was begun meanwhile. Returns whether a checkpoint was loaded: its state must be saved
-        at once.
+        `behind` is the step that was begun meanwhile. Returns whether the state must be saved: a checkpoint is due, or
+        one was loaded, to which a crash would go back again and again otherwise.
         """
-        record, state = self._read(begun)
-        intervention = self._context.guard.after(state.step, begun.result, begun.micro_batches)
+        record, state = self._read(step)
+        intervention = self._context.guard.after(state.step, step.result, step.micro_batches)
         differing: list[Disagreement] = []
-        if is_checked:
+        if step.due.self_check:
             differing, seconds = self._self_check.run()
             record = record | {"self_check_s": seconds}
-        if is_evaluated and not differing:
-            record = record | self._evaluate(record, saves_first=is_save_due and intervention is None)
-        self._log(record, begun.result)
+        self._is_saved = False
+        if step.due.evaluation and not differing:
+            record = record | self._evaluate(record, saves_first=step.due.save and intervention is None)
+        self._log(record, step.result)
         if differing:
             raise TrainingStopped(explain(state.step, differing))
         self._evaluation_loss = record.get("evaluation_loss")
         if intervention is None:
-            return False
+            return step.due.save
         self._state = state
         self._held_back = None if behind is None else behind.micro_batches
         if (returned := _intervene(self._context, intervention, state)) is None:
-            return False
+            return step.due.save
         state, self._evaluation_loss = returned
         self._resume_from(state)
-        return True  # or a crash would go back there again and again
+        return True
 
-    def _read(self, begun: _BegunStep) -> tuple[StepRecord, TrainState]:
+    def _read(self, begun: _PendingStep) -> tuple[StepRecord, TrainState]:
         """Reads a step's numbers; returns its record and the state after it."""
         numbers, shape = begun.result.readback.numbers, self._shapes.shape_after(begun.before.step)
         now = time.perf_counter()
@@ -224,7 +233,7 @@ class _TrainingRun:
         if saves_first:
             context.observer.on_evaluation(record)
             context.checkpoints.save_before_evaluation(self._saved_state(), record["step"] >= self._total_steps)
-            self._is_saved_first = True
+            self._is_saved = True
         try:
             found = evaluate(self._engine, context.evaluation, context.requests, record["step"])
         finally:
@@ -257,7 +266,7 @@ class _TrainingRun:
             for change in gathered.changes:
                 observer.on_slow_rank(change)
         observer.on_step(record)
-        if self._is_saved_first:
+        if self._is_saved:
             self._context.checkpoints.report()
         self._step_time_s = record["step_time_s"]
 
@@ -270,10 +279,6 @@ class _TrainingRun:
         )
         self._recorder.after_barrier(step, profile_next=is_next_profiled)
         return stop, is_next_save_due
-
-    def _is_checked(self, step: int, *, is_save_due: bool) -> bool:
-        every = self._config.training.self_check_every
-        return every > 0 and (is_save_due or _is_multiple(step, every))
 
     def _is_evaluated(self, step: int) -> bool:
         is_due = step == self._total_steps or _is_multiple(step, self._config.training.evaluation.interval)
@@ -300,7 +305,7 @@ def _intervene(
     return returned
 
 
-def _is_saved(config: Config, step: int, total_steps: int) -> bool:
+def _saves_by_config(config: Config, step: int, total_steps: int) -> bool:
     """Returns whether the config alone asks for a checkpoint after `step`."""
     checkpoint = config.checkpoint
     periodic = checkpoint.interval != "auto" and _is_multiple(step, checkpoint.interval)
