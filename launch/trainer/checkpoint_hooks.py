@@ -117,18 +117,15 @@ class Exporter:
             return
         while self._thread.is_alive() and (left_s := deadline - time.monotonic()) > 0:
             self._thread.join(min(left_s, PROGRESS_EVERY_S))
-            self._report_progress()
+            with self._changed:
+                checkpoint, progress = self._busy, self._progress
+            if checkpoint is not None:
+                self._run_log.log_notice(f"waiting for {self._root / checkpoint.name}: {progress}")
         with self._changed:
             self._is_cancelled = True
             if self._process is not None:
                 self._process.terminate()
         self._thread.join(CANCEL_S)
-
-    def _report_progress(self) -> None:
-        with self._changed:
-            checkpoint, progress = self._busy, self._progress
-        if checkpoint is not None:
-            self._run_log.log_notice(f"waiting for {self._root / checkpoint.name}: {progress}")
 
     def _work(self) -> None:
         while (checkpoint := self._next()) is not None:
