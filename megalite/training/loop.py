@@ -60,7 +60,7 @@ def train(engine: Engine, config: Config, state: TrainState, context: TrainerCon
 
 
 class _Due(NamedTuple):
-    """What follows a step; where any of it does, the step is read before the next one begins."""
+    """The work that follows a step; where any of it is due, the step is read before the next one begins."""
 
     self_check: bool
     evaluation: bool
