@@ -29,8 +29,9 @@ from megalite.checkpoint.manifest import find_latest
 from tests.conftest import write_config
 from tests.helpers.audit import audit, events, steps_done
 from tests.helpers.canaries import loaded_from, plant
-from tests.helpers.process_table import command_line
-from tests.unit.launch.cli.test_app import MEGALITE, megalite
+from tests.helpers.commands import command_line
+from tests.helpers.process_table import command_line as words_of
+from tests.unit.launch.cli.test_app import MEGALITE
 
 STEPS, BATCH = 40, 4
 LONGEST_S = 420.0  # two attempts take under a minute of two idle cores; where others want them Ray may need a third
@@ -168,7 +169,7 @@ def check_that_a_mistake_is_told_once(output: str) -> None:
 @pytest.mark.timeout(900)
 @needs_ray
 def test_a_cluster_without_tokens_is_refused_and_one_with_a_token_sees_no_secret(
-    config: dict[str, Any], tmp_path: Path
+    config: dict[str, Any], tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
     """Ray would connect to the first without a word, where everybody may run programs as this user. In the second,
     variables of this shell lay among the objects that every job of the cluster can read."""
@@ -183,13 +184,13 @@ def test_a_cluster_without_tokens_is_refused_and_one_with_a_token_sees_no_secret
         with running(config, tmp_path, *address, network=inside(head), **{TOKEN: "b" * 64}) as process:
             assert process.wait(LONGEST_S) == 2
         assert "wants a token, and this user has another or none" in (tmp_path / "output").read_text()
-        # it travels to the ranks, which read it
-        mistake = {TOKEN: "a" * 64, "MEGALITE_PRIVATE_ENVIRONMENT": "/nowhere"}
-        with running(
-            config, tmp_path, *address, f"run_dir={tmp_path / 'mistaken'}", network=inside(head), **mistake
-        ) as process:
-            assert process.wait(LONGEST_S) == 2
-        check_that_a_mistake_is_told_once((tmp_path / "output").read_text())
+        if pytestconfig.getoption("--exhaustive"):  # Ray takes 20 s to start ranks; unit tests have its parts
+            # it travels to the ranks, which read it
+            mistake = {TOKEN: "a" * 64, "MEGALITE_PRIVATE_ENVIRONMENT": "/nowhere"}
+            words = (*address, f"run_dir={tmp_path / 'mistaken'}")
+            with running(config, tmp_path, *words, network=inside(head), **mistake) as process:
+                assert process.wait(LONGEST_S) == 2
+            check_that_a_mistake_is_told_once((tmp_path / "output").read_text())
         secrets = {TOKEN: "a" * 64, "WANDB_API_KEY": "canary-of-wandb"}
         with running(config, tmp_path, *address, network=inside(head), **secrets) as process:
             found = environments(run_dir, process, tmp_path)
@@ -223,7 +224,7 @@ def test_a_killed_rank_is_started_again_and_asked_to_end_nothing_is_left_behind(
         process.terminate()
         assert process.wait(LONGEST_S) == 75, (tmp_path / "output").read_text()
         _, living = psutil.wait_procs(family, timeout=10)
-        assert not living, [command_line(each.pid) for each in living]
+        assert not living, [words_of(each.pid) for each in living]
         assert not folder.exists()
     assert loaded_from(tmp_path) == [], "not by Ray's workers either"
     said = (tmp_path / "output").read_text()
@@ -260,7 +261,7 @@ def test_the_rank_that_failed_first_decides_the_exit_code(tmp_path: Path, capsys
 
 def test_a_dry_run_says_what_it_would_start(config: dict[str, Any], tmp_path: Path) -> None:
     path = write_config(tmp_path / "c.yaml", config)
-    done = megalite("ray", str(path), "--dry-run", env={"DS_ACCELERATOR": "cpu"})
+    done = command_line("ray", str(path), "--dry-run", env={"DS_ACCELERATOR": "cpu"})
     assert done.returncode == 0, done.stderr
     assert "2 workers (tensor 1 x pipeline 2 x data 1), 0 GPUs each, on a Ray cluster of this machine" in done.stdout
     assert "nothing was started" in done.stdout and not Path(config["run_dir"]).exists()
@@ -290,7 +291,8 @@ def test_without_ray_one_sentence_says_how_to_get_it(
 def test_a_mistake_is_one_sentence_before_ray_starts(
     config: dict[str, Any], tmp_path: Path, words: list[str], sentence: str
 ) -> None:
-    done = megalite("ray", str(write_config(tmp_path / "c.yaml", config)), *words, env={"DS_ACCELERATOR": "cpu"})
+    path = write_config(tmp_path / "c.yaml", config)
+    done = command_line("ray", str(path), *words, env={"DS_ACCELERATOR": "cpu"})
     assert done.returncode == 2
     assert done.stderr.startswith("megalite: error: ") and sentence in done.stderr and done.stderr.count("\n") == 1
 

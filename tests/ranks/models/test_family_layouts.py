@@ -9,6 +9,7 @@ each gradient within 1e-5 of its largest entry.
 from __future__ import annotations
 
 import dataclasses
+import random
 import traceback
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -97,14 +98,18 @@ def verdicts(layout: ParityLayout, names: tuple[str, ...], dtype: Dtype = "fp32"
     return run(layout, {name: session_of_listed(name, dtype) for name in names})
 
 
-ROUNDED_ANEW = ("qwen3", "gemma2", "gemma3", "phi3-longrope", "olmo2", "gpt_neox", "gpt2", "qwen3_moe")
+ROUNDED_ANEW = ("qwen3", "gemma2", "gpt2", "qwen3_moe")  # each rounds something that no other does
+MORE_ROUNDED = ("gemma3", "phi3-longrope", "olmo2", "gpt_neox")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ROUNDED_ANEW)
+@pytest.mark.parametrize(
+    "name", [*ROUNDED_ANEW, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in MORE_ROUNDED)]
+)
 def test_bf16_is_as_near_to_float64_as_transformers(name: str) -> None:
     """Catches a factor, a norm or a router that is rounded where transformers does not round it."""
-    verdict = verdicts(ParityLayout(tp=2), ROUNDED_ANEW, "bf16")[name]
+    launched = ROUNDED_ANEW if name in ROUNDED_ANEW else MORE_ROUNDED
+    verdict = verdicts(ParityLayout(tp=2), launched, "bf16")[name]
     assert_passes(verdict)
     assert isinstance(verdict, LayoutResult)
     judged = {finding.name for finding in verdict.deviations if finding.quantity.kind == "gradient"}
@@ -115,11 +120,13 @@ EVERY_NAME = tuple(model.name for model in HUB_MODELS)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FIRST_OF_EACH)
-def test_all_axes_together_compute_what_transformers_computes(name: str) -> None:
-    """One model of each family; `test_every_layout_...` has all models on all layouts. Those of one process are
-    compared in tests/unit/models/families/test_families.py."""
-    assert_passes(verdicts(ALL_AT_ONCE, tuple(FIRST_OF_EACH))[name])
+def test_all_axes_together_compute_what_transformers_computes() -> None:
+    """A Llama and one model of five other families, drawn anew each time; `test_every_layout_...` has all models on all
+    layouts. Those of one process are compared in tests/unit/models/families/test_families.py."""
+    drawn = random.SystemRandom().sample(FIRST_OF_EACH[1:], MODELS_PER_LAUNCH - 1)
+    for name, verdict in verdicts(ALL_AT_ONCE, (FIRST_OF_EACH[0], *drawn)).items():
+        print(f"{name}:")
+        assert_passes(verdict)
 
 
 @pytest.mark.exhaustive
@@ -147,12 +154,12 @@ def check_drawn(models: Sequence[HubModel], layout: ParityLayout) -> None:
 
 
 some_families = st.lists(
-    st.sampled_from(list(FAMILIES)).flatmap(hub_models).map(_with_gradients), min_size=6, max_size=6
+    st.sampled_from(list(FAMILIES)).flatmap(hub_models).map(_with_gradients), min_size=4, max_size=4
 )
 
 
 @pytest.mark.slow
-@settings(max_examples=2, phases=[Phase.generate])
+@settings(max_examples=2, phases=[Phase.generate])  # the first one is always the simplest
 @given(some_families)
 def test_any_switches_of_some_families(models: list[HubModel]) -> None:
     check_drawn(models, ParityLayout(tp=2, sequence_parallel=True))

@@ -26,7 +26,7 @@ from tests.helpers.odd_sizes import (
 
 FOUR_STAGES = [
     ParityLayout(pp=4, dp=2, zero=2, recompute="full/none/selective/none", accumulation=4, schedule="interleaved"),
-    ParityLayout(2, 4, sequence_parallel=True, recompute="full", accumulation=8, schedule="dualpipev"),
+    ParityLayout(pp=4, recompute="full", accumulation=8, schedule="dualpipev"),
 ]
 
 

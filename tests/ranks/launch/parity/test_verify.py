@@ -27,14 +27,15 @@ def verify(*words: str, cwd: Path = ROOT) -> tuple[int, str, str]:
 
 
 def verify_here(*words: str) -> tuple[int, str, str]:
-    """What starts no ranks, in this process."""
+    """In this process, whose server of ranks is warm."""
     done = command_line("verify", str(QUICKSTART), *SMALL, *words)
     return done.returncode, done.stdout, done.stderr
 
 
 @pytest.mark.slow
 def test_a_table_for_people() -> None:
-    code, out, err = verify("--layouts", "tp=2,sequence_parallel;pp=2,accumulation=2", "--steps", "2", "--seed", "5")
+    layouts = "tp=2,sequence_parallel;pp=2,accumulation=2"
+    code, out, err = verify_here("--layouts", layouts, "--steps", "2", "--seed", "5")
     assert code == 0, out + err
     assert "all 2 layouts compute what transformers computes" in out
     for words in ("tp=2 sequence_parallel", "pp=2 accumulation=2", "bound", "pass"):
