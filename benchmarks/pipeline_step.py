@@ -143,7 +143,8 @@ def serve(case: TimedLayout) -> None:
         tokens = draw.integers(0, config.model.vocab_size, (MICRO_BATCHES, ROWS, SEQUENCE + 1))
         batches = [SimpleNamespace(tokens=rows[:, :-1].copy(), targets=rows[:, 1:].copy()) for rows in tokens]
         for batch in batches:
-            batch.positions, batch.samples = None, np.zeros(ROWS, dtype=np.int64)
+            batch.positions = batch.sources = batch.global_valid_targets = None
+            batch.samples = np.zeros(ROWS, dtype=np.int64)
         result = engine.train_step(batches if engine.needs_data else [], LEARNING_RATE)
         return float(result.loss)
 

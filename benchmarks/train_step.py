@@ -209,7 +209,8 @@ def megalite_engine(dtype: str) -> tuple[Callable[[], float], int]:
 
     def step() -> float:
         tokens, targets = next_batch()
-        batch = SimpleNamespace(tokens=tokens, targets=targets, positions=None)
+        absent = dict.fromkeys(("positions", "samples", "sources", "global_valid_targets"))
+        batch = SimpleNamespace(tokens=tokens, targets=targets, **absent)
         return float(engine.train_step([batch], LEARNING_RATE).loss)
 
     return step, imports_kib

@@ -44,6 +44,7 @@ class Batch:
     positions: np.ndarray | None  # [rows, seq] int64, 0 at the start of each packed document
     samples: np.ndarray  # [rows] int64, positions of the samples in the data
     sources: np.ndarray | None = None  # [rows] int64, places of their sources in a mix
+    global_valid_targets: int | None = None  # the replicas count them
 
     def rows(self, which: slice) -> Batch:
         arrays = (self.tokens, self.targets, self.positions, self.samples, self.sources)

@@ -14,14 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megalite.parallel.layers import BlockInput
+
 
 class MicroBatch(Protocol):
-    """The samples of one forward pass.
-
-    It may have `global_valid_targets` too, the number of targets of the whole global batch that carry a loss: without
-    it the replicas add theirs up in every step. One of a mix of sources has `sources`, `[micro_batch]` int64, the place
-    of each row's source among the sorted names.
-    """
+    """The samples of one forward pass, on the host."""
 
     @property
     def tokens(self) -> np.ndarray: ...  # [micro_batch, seq] int64
@@ -31,17 +28,18 @@ class MicroBatch(Protocol):
     def positions(self) -> np.ndarray | None: ...  # [micro_batch, seq] int64, 0 at a document's start
     @property
     def samples(self) -> np.ndarray: ...  # [micro_batch] int64, numbers in the order of the data, for dropout
+    @property
+    def sources(self) -> np.ndarray | None: ...  # [micro_batch] int64 of a mix, places of their sources by sorted names
+    @property
+    def global_valid_targets(self) -> int | None: ...  # with a loss, of the global batch; None: the replicas count them
 
 
 class DeviceBatch(NamedTuple):
     """A micro-batch on the device."""
 
-    tokens: Tensor
+    inputs: BlockInput  # of the first layer
     targets: Tensor
-    positions: Tensor | None
-    samples: Tensor | None  # None without dropout
     sources: Tensor | None  # None without a mix
-    documents: int | None  # in the micro-batch, counted on the host; None if each row is one
 
 
 class BatchTransfer:
@@ -60,18 +58,20 @@ class BatchTransfer:
         user = torch.cuda.current_stream(self._device)
         user.wait_stream(self._stream)
         for batch in copied:
-            for tensor in batch[:5]:
+            for tensor in (*batch.inputs[:3], batch.targets, batch.sources):
                 if tensor is not None:
                     tensor.record_stream(user)
         return copied
 
     def _copied(self, batch: MicroBatch) -> DeviceBatch:
-        samples = batch.samples if self._has_dropout else None
-        arrays = (batch.tokens, batch.targets, batch.positions, samples, getattr(batch, "sources", None))
-        tensors = [None if array is None else self._copy(array) for array in arrays]
-        positions = batch.positions
-        documents = None if positions is None else len(positions) + int(np.count_nonzero(positions[:, 1:] == 0))
-        return DeviceBatch(*tensors, documents=documents)  # type: ignore[arg-type, misc]
+        tokens, targets = self._copy(batch.tokens), self._copy(batch.targets)
+        samples = self._copy(batch.samples) if self._has_dropout else None
+        sources = None if batch.sources is None else self._copy(batch.sources)
+        positions = documents = None
+        if batch.positions is not None:
+            positions = self._copy(batch.positions)
+            documents = len(positions) + int(np.count_nonzero(batch.positions[:, 1:] == 0))  # no device is asked
+        return DeviceBatch(BlockInput(tokens, positions, samples, documents), targets, sources)
 
     def _copy(self, array: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(array)

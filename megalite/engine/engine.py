@@ -37,7 +37,7 @@ from megalite.engine.step_decision import StepDecision, StepGate
 from megalite.engine.step_participant import StepParticipant
 from megalite.engine.step_result import Readback, StepResult
 from megalite.parallel.expert_balance import expert_balances
-from megalite.parallel.layers import BlockInput, named_shards
+from megalite.parallel.layers import named_shards
 from megalite.parallel.loss import IGNORED
 from megalite.parallel.mesh import Mesh
 from megalite.tracing.activity import Activity, Operation, Phase
@@ -256,7 +256,7 @@ class Engine(ABC):
 
     def _token_weight(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """Returns the factor on each micro-batch's summed loss with which the mean over replicas is the token mean."""
-        known = getattr(micro_batches[0], "global_valid_targets", None) if micro_batches else 0
+        known = micro_batches[0].global_valid_targets if micro_batches else 0
         valid = sum(int((batch.targets != IGNORED).sum()) for batch in micro_batches) if known is None else known
         total = torch.full((), float(valid), device=self.deepspeed.device)  # a copy from the host would wait
         if known is None and self.mesh.data_parallel_size > 1:
@@ -276,7 +276,3 @@ class Engine(ABC):
         if self.source_losses is None or batch.sources is None:
             return Labels(batch.targets, weight)
         return Labels(batch.targets, weight, partial(self.source_losses.add, batch.sources))
-
-    def _first_input(self, batch: DeviceBatch) -> BlockInput:
-        """Builds the first layer's input: tokens, and positions and sample ids where documents or dropout need them."""
-        return BlockInput(batch.tokens, batch.positions, batch.samples, batch.documents)

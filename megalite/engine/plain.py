@@ -48,14 +48,15 @@ class PlainEngine(Engine):
 
     def _loss(self, number: int, batch: DeviceBatch, weight: Tensor) -> Tensor:
         self.activity.record_op(Operation.LOAD, number)
-        inputs, labels = self._first_input(batch), self._labels(batch, weight)
+        labels = self._labels(batch, weight)
         self.activity.record_op(Operation.FORWARD, number, self._forward_peers)
-        loss: Tensor = self.deepspeed(inputs, labels)
+        loss: Tensor = self.deepspeed(batch.inputs, labels)
         return loss
 
     def logits(self, micro_batch: MicroBatch) -> Tensor:
         self.deepspeed.eval()
         with torch.no_grad():
-            logits: Tensor = self.deepspeed(self._first_input(*self._transfer([micro_batch])))
+            (batch,) = self._transfer([micro_batch])
+            logits: Tensor = self.deepspeed(batch.inputs)
         self.deepspeed.train()
         return logits

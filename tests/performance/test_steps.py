@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from dataclasses import replace
 from itertools import groupby
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -33,9 +33,7 @@ def _second_step(rank: int, case: Case, guards: dict[str, str]) -> tuple[list[Ca
     for batch in global_batches(case)[:2]:
         valid = int((batch.targets != IGNORED).sum())
         mine = [
-            SimpleNamespace(
-                **(vars(each) | {"global_valid_targets": valid, "sources": _sources_of(each.samples, case)})
-            )
+            replace(each, global_valid_targets=valid, sources=_sources_of(each.samples, case))
             for each in micro_batches_of(engine, case, batch)
         ]
         calls = calls_of(lambda mine=mine: engine.train_step(mine, 1e-3, guard))

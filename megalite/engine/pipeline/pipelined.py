@@ -20,7 +20,7 @@ from megalite.engine.pipeline.pipeline_runtime import ProgramRun, StageContext
 from megalite.engine.pipeline.stage_messages import MessageLayout, PipelineGroups
 from megalite.engine.pipeline.tying import TiedHead, TiedWeight
 from megalite.engine.stages import TORCH_DTYPES, Chunk, Labels, Stage
-from megalite.parallel.layers import BlockInput, LayerSpec
+from megalite.parallel.layers import LayerSpec
 from megalite.parallel.mesh import Mesh, stage_boundaries
 from megalite.parallel.weight_gradients import put_off_weight_gradients
 from megalite.schedules.program import Program, forward_programs, training_programs
@@ -199,7 +199,7 @@ class PipelinedEngine(Engine):
         """Prepares a run over micro-batches of `shape` [batch, seq]; without a weight their logits are computed."""
         model, (batch, sequence) = self.config.model, shape
         has_positions = self.config.data.document_mask
-        if any((each.positions is None) == has_positions for each in micro_batches):
+        if any((each.inputs.positions is None) == has_positions for each in micro_batches):
             raise ValueError(f"micro-batches must{' not' * (not has_positions)} have positions: see data.document_mask")
         layout = MessageLayout(
             (batch, sequence // (self._tp.size if self._tp.sequence_is_cut else 1), model.hidden_size),
@@ -209,10 +209,7 @@ class PipelinedEngine(Engine):
             (batch,) if model.has_dropout else None,
         )
 
-        def first_input(number: int) -> BlockInput:
-            return self._first_input(micro_batches[number])
-
         def labels(number: int) -> Labels | None:
             return None if weight is None else self._labels(micro_batches[number], weight)
 
-        return ProgramRun(self._context, layout, first_input, labels)
+        return ProgramRun(self._context, layout, lambda number: micro_batches[number].inputs, labels)

@@ -24,9 +24,9 @@ class SourceLosses(StepParticipant):
         """Forgets the step before, and counts the valid targets of this one on the host, which still has them."""
         counts = np.zeros(self.sums.shape[1])
         for batch in micro_batches:
-            if (sources := getattr(batch, "sources", None)) is not None:
+            if batch.sources is not None:
                 of_rows = (batch.targets != IGNORED).sum(axis=1)
-                counts += np.bincount(sources, weights=of_rows, minlength=len(counts))
+                counts += np.bincount(batch.sources, weights=of_rows, minlength=len(counts))
         on_host = torch.from_numpy(counts)
         if self.sums.is_cuda:
             on_host = on_host.pin_memory()  # or the copy would wait for the device

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,8 +27,8 @@ def _batches(case: Case) -> list[Batch]:
 def _losses(engine: Engine, case: Case, *, is_known: bool) -> list[float]:
     found = []
     for batch in _batches(case):
-        valid = {"global_valid_targets": int((batch.targets != IGNORED).sum())} if is_known else {}
-        mine: list[Any] = [SimpleNamespace(**vars(each), **valid) for each in micro_batches_of(engine, case, batch)]
+        valid: Any = int((batch.targets != IGNORED).sum()) if is_known else None
+        mine = [replace(each, global_valid_targets=valid) for each in micro_batches_of(engine, case, batch)]
         found.append(float(engine.evaluate(mine, case.accumulation)))
         result = engine.train_step(mine, case.learning_rate)
         found += [result.loss, result.grad_norm]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,7 +53,7 @@ def _train(
         engine.runs_ahead = is_late
         for step, batch in enumerate(batches[state.step :], start=state.step + 1):
             with planted(engine, case, rank, SPOILED) if step == bad else nullcontext():
-                yield [SimpleNamespace(**(vars(each) | {"sources": each.samples % case.sources})) for each in batch]
+                yield [replace(each, sources=each.samples % case.sources) for each in batch]
 
     run_dir.mkdir(exist_ok=True)
     train_case(case, _config(case, run_dir, policy), log, batches_of, state)

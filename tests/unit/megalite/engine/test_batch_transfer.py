@@ -15,25 +15,32 @@ import pytest
 import torch
 from torch import Tensor
 
+from launch.parity.problem import Batch
 from megalite.engine.batch_transfer import BatchTransfer
 
 CPU = torch.device("cpu")
 
 
-def _batch(has_positions: bool) -> Any:
+def _batch(has_positions: bool) -> Batch:
     draw = np.random.default_rng()
     tokens, targets = draw.integers(0, 99, (2, 3, 7))
     positions = draw.integers(0, 7, (3, 7)) if has_positions else None
-    return SimpleNamespace(tokens=tokens, targets=targets, positions=positions, samples=np.arange(3))
+    return Batch(tokens, targets, positions, np.arange(3))
 
 
 @pytest.mark.parametrize("has_dropout", [False, True])
 @pytest.mark.parametrize("has_positions", [False, True])
 def test_a_device_gets_what_the_model_reads(has_positions: bool, has_dropout: bool) -> None:
+    """Every stage gets what is in the first input, so sample ids without dropout would be sent for nobody."""
     batches = [_batch(has_positions) for _ in range(2)]
     for batch, found in zip(batches, BatchTransfer(CPU, has_dropout=has_dropout)(batches), strict=True):
-        assert np.array_equal(found.tokens, batch.tokens) and np.array_equal(found.targets, batch.targets)
-        assert (found.positions is not None) == has_positions and (found.samples is not None) == has_dropout
+        assert np.array_equal(found.inputs.hidden, batch.tokens) and np.array_equal(found.targets, batch.targets)
+        inputs = found.inputs
+        assert (inputs.positions is not None) == has_positions and (inputs.sample_ids is not None) == has_dropout
+        if inputs.positions is not None and batch.positions is not None:
+            assert np.array_equal(inputs.positions, batch.positions)
+            assert inputs.documents == 3 + np.count_nonzero(batch.positions[:, 1:] == 0)
+        assert inputs.sample_ids is None or inputs.sample_ids.tolist() == [0, 1, 2]
 
 
 def test_copies_leave_pinned_memory_on_their_own_stream_before_the_step_s_stream_goes_on(

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -95,11 +94,11 @@ def steps_of(rank: int, case: Case, plant: str = "") -> list[tuple[float, np.nda
         engine, found = engine_of(case), []
         with planted(plant, engine):
             for batch in batches_of(case):
-                mine: list[Any] = []
-                for each in micro_batches_of(engine, case, batch):
-                    away = case.batch // case.dp if plant == "sources of another replica" else 0
-                    sources = sources_of(each.samples + away, case)
-                    mine.append(SimpleNamespace(**(vars(each) | {"sources": sources})))
+                away = case.batch // case.dp if plant == "sources of another replica" else 0
+                mine = [
+                    replace(each, sources=sources_of(each.samples + away, case))
+                    for each in micro_batches_of(engine, case, batch)
+                ]
                 result = engine.train_step(mine, 0.0)
                 sums = result.readback.source_losses
                 assert sums is not None

@@ -6,7 +6,6 @@ That masks of dropout are the same on every layout: tests/ranks/launch/parity/te
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -14,31 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megalite.engine.batch_transfer import BatchTransfer
-from megalite.engine.engine import Engine
 from megalite.engine.pipeline.stage_messages import MessageLayout
 from megalite.parallel.layers import BlockInput
 from megalite.schedules.program import MessageKind
-from tests.helpers.engine_cases import Case, global_batches
 
 CPU = torch.device("cpu")
-
-
-@pytest.mark.parametrize("has_dropout", [False, True], ids=["", "dropout"])
-@pytest.mark.parametrize("document_mask", [False, True], ids=["plain", "packed"])
-def test_the_first_input_holds_what_the_model_reads_and_nothing_else(document_mask: bool, has_dropout: bool) -> None:
-    """Every stage gets what is in it, so sample ids without dropout would be sent for nobody."""
-    case = Case(document_mask=document_mask, steps=1, model={"residual_dropout": 0.1} if has_dropout else {})
-    (batch,) = global_batches(case)
-    (on_device,) = BatchTransfer(CPU, has_dropout=case.config().model.has_dropout)([batch])
-    engine: Any = None
-    found = Engine._first_input(engine, on_device)
-    assert torch.equal(found.hidden, torch.from_numpy(batch.tokens))
-    assert (found.positions is not None) == document_mask and (found.sample_ids is not None) == has_dropout
-    if found.positions is not None:
-        assert batch.positions is not None and torch.equal(found.positions, torch.from_numpy(batch.positions))
-    if found.sample_ids is not None:
-        assert found.sample_ids.tolist() == [0, 1, 2] and found.sample_ids.dtype == torch.int64
 
 
 def _layout(
