@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -23,16 +23,15 @@ from launch.runtime.run_lock import LockHolder, lock_holder
 from megalite.checkpoint.small_files import read_small_file
 from megalite.config import Config, ConfigError, load_saved_config
 from megalite.config.places import url_of
-from megalite.monitor.events import EVENTS, read_events
-from megalite.monitor.line_files import whole_lines
-from megalite.monitor.sinks.jsonl import METRICS, stream_records
+from megalite.monitor.events import EVENTS
+from megalite.monitor.line_files import object_of, whole_lines
+from megalite.monitor.sinks.jsonl import METRICS, is_record
 from megalite.units import plural
 
 Facts = Mapping[str, Any]
 CONFIG, RECEIPT = "config.yaml", "receipt.json"
 METRICS_BYTES = 1 << 19  # at the end of the file: the last thousand steps
 EVENTS_BYTES = 1 << 23
-LAST_BYTES = {METRICS: METRICS_BYTES, EVENTS: EVENTS_BYTES}
 SETTINGS_BYTES = 1 << 22  # of config.yaml or receipt.json
 
 
@@ -124,11 +123,8 @@ class RunFiles:
     def read(cls, run_dir: Path) -> RunFiles:
         """Reads the files. Raises OSError where steps or events cannot be read."""
         problems: list[str] = []
-        lines = {name: _line_count(run_dir / name, last) for name, last in LAST_BYTES.items()}
-        records = list(stream_records(run_dir / METRICS, METRICS_BYTES))
-        events = read_events(run_dir / EVENTS, EVENTS_BYTES)
-        problems.extend(_problems_with_lines(run_dir / METRICS, records, lines[METRICS]))
-        problems.extend(_problems_with_lines(run_dir / EVENTS, events, lines[EVENTS]))
+        records = _objects(run_dir / METRICS, METRICS_BYTES, is_record, problems)
+        events = _objects(run_dir / EVENTS, EVENTS_BYTES, lambda one: isinstance(one.get("event"), str), problems)
         return cls(
             config=_config(run_dir / CONFIG, problems),
             receipt=_receipt(run_dir / RECEIPT, problems),
@@ -236,22 +232,19 @@ def _config(path: Path, problems: list[str]) -> Config | None:
         return None
 
 
-def _line_count(path: Path, last_bytes: int) -> int:
-    """Returns the number of lines at the end of a file; counted before they are read, as a run writes more of them."""
+def _objects(path: Path, last_bytes: int, is_one: Callable[[Facts], bool], problems: list[str]) -> list[Facts]:
+    """Returns what the lines at the end of a file hold; metrics.jsonl is empty until a step has ended."""
     if not path.is_file():
-        return 0
+        problems += [f"{path} is a folder"] if path.is_dir() else []
+        return []
     with path.open("rb") as file:
-        return sum(bool(line.strip()) for line in whole_lines(file, max(0, file.seek(0, os.SEEK_END) - last_bytes)))
-
-
-def _problems_with_lines(path: Path, found: Sequence[Facts], lines: int) -> Iterator[str]:
-    """Yields a sentence if lines of a file were left out; metrics.jsonl is empty until a step has ended."""
-    if path.is_dir():
-        yield f"{path} is a folder"
-    elif path.is_file() and not found and (path.name == EVENTS or path.stat().st_size):
-        yield f"{path} has no line that can be read"
-    elif found and lines > len(found):
-        yield f"{path}: {plural(lines - len(found), 'line')} that are no records"
+        lines = [line for line in whole_lines(file, max(0, file.seek(0, os.SEEK_END) - last_bytes)) if line.strip()]
+    found: list[Facts] = [value for line in lines if (value := object_of(line)) is not None and is_one(value)]
+    if not found and (path.name == EVENTS or path.stat().st_size):
+        problems.append(f"{path} has no line that can be read")
+    elif found and len(lines) > len(found):
+        problems.append(f"{path}: {plural(len(lines) - len(found), 'line')} that are no records")
+    return found
 
 
 def _receipt(path: Path, problems: list[str]) -> Receipt:

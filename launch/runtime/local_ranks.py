@@ -66,6 +66,8 @@ def rank_environment(
     if options.spin_threads is True or (options.spin_threads == "auto" and fits and threads > 1 and not on_gpu):
         wanted["OMP_WAIT_POLICY"] = "active"
         reasons.append("threads spin between parallel regions")
+    if unused := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name in os.environ]:  # as torchrun's ranks do
+        reasons.append(f"they meet on a port of their own, and {' and '.join(unused)} as you set it changes nothing")
     kept = [name for name in wanted if name in os.environ]
     if kept:
         reasons.append(f"{', '.join(kept)} as you set it")

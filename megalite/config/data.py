@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from megalite.config.base import NonNegativeFloat, NonNegativeInt, NotBool, PositiveFloat, PositiveInt, Section
+from megalite.config.base import NonNegativeFloat, NotBool, PositiveFloat, PositiveInt, Section
+from megalite.config.training_stage import StageStart
 
 BLEND = re.compile(r"\d*\.?\d+(?:[eE]-?\d+)?")  # of Megatron: a weight before each path
 
@@ -51,14 +52,8 @@ class DataSource(Section):
     """Times that the source may be read at most; a run that would read it more often is refused before it starts."""
 
 
-class DataStage(Section):
+class DataStage(StageStart):
     """Weights of the sources from a place of the run on, at the first step that begins there or later."""
-
-    from_tokens: NonNegativeInt | None = Field(default=None, examples=[800_000_000_000])
-    """Place at which the stage begins, in training tokens."""
-
-    from_steps: NonNegativeInt | None = Field(default=None, examples=[10_000])
-    """Place at which the stage begins, in optimizer steps; give this or `from_tokens`."""
 
     weights: dict[SourceName, NonNegativeFloat] = Field(default_factory=dict, examples=[{"web": 0.4, "maths": 0.6}])
     """Weights of sources by name; a source that is not named has its own `weight`."""

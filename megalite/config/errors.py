@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 from megalite.config.auto import AUTO, CHOOSABLE
 from megalite.config.base import items_of, section_of
 from megalite.config.foreign_words import answer, leaves, rows_of
-from megalite.config.suggestions import OptionPath, dotted, nearest_option, option_paths, own_names
+from megalite.config.suggestions import OptionPath, dotted, named_as, nearest_option, option_paths, own_names
 
 
 class ConfigError(ValueError):
@@ -154,7 +154,8 @@ def unknown_option(path: OptionPath, value: Any, model: type[BaseModel]) -> tupl
         mix = f" Of a mix: data.sources={{NAME: {{path: PREFIX, {meant[-1]}: ...}}}}; one text has training.tokens"
         asked = f'did you mean "{dotted(meant)}"?' + mix * ("sources" in meant[:-2])
         return f'unknown option "{dotted(typed)}": {asked}', meant
-    while path[:-1] and path[:-1] not in option_paths(model):  # the first part that is unknown
+    known = named_as(path, option_paths(model))
+    while path[:-1] and not any(path[:-1] == one[: len(path) - 1] for one in known):  # the first part that is unknown
         path = path[:-1]
     names = ", ".join(section_at(path[:-1], model).model_fields)
     where = f"section {dotted(path[:-1])}" if path[:-1] else "the config"

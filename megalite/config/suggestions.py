@@ -53,17 +53,19 @@ def nearest_option(unknown: OptionPath, value: Any, model: type[BaseModel]) -> t
     """Returns (the typed path, the path that was meant), or None if nothing is similar.
 
     An unknown section is compared with sections; if none is similar, the first option inside it is looked up:
-    `train.learning_rate` gives `optimizer.learning_rate`.
+    `train.learning_rate` gives `optimizer.learning_rate`. In an item, such as a stage, the name may be another
+    section's only to the letter.
     """
-    paths = named_as(unknown, option_paths(model))
+    paths, typed = named_as(unknown, option_paths(model)), unknown
+    if any(path[:-1] == unknown[:-1] for path in paths) and unknown[:-1] not in {(), *option_paths(model)}:
+        paths = [path for path in paths if unknown[:-1] == path[:-1] or unknown[-1] == path[-1]]
     sections = [path for path in paths if len(path) == 1 or any(other[:-1] == path for other in paths)]
     while isinstance(value, dict) and value:
         if best := _closest(unknown, sections):
             return unknown, best
         name, value = next(iter(value.items()))
         unknown = (*unknown, str(name))
-    best = _closest(unknown, paths)
-    return (unknown, best) if best else None
+    return next(((one, best) for one in (unknown, typed) if (best := _closest(one, paths))), None)
 
 
 def nearest_path(path: Path) -> str:

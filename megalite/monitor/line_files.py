@@ -165,7 +165,7 @@ def stream_blocks(
         for number, line in enumerate(whole_lines(file, start)):
             if number % every and not any(word in line for word in always):
                 continue
-            if (value := _object(line)) is not None:
+            if (value := object_of(line)) is not None:
                 block.append(value)
                 size += len(line)
             if size >= BLOCK_BYTES:
@@ -178,11 +178,12 @@ def step_of(line: bytes) -> float | None:
     """Returns the step of a line; None if it has none."""
     if (found := STEP_FIRST.match(line)) is not None:
         return int(found[1])
-    step = (_object(line) or {}).get("step")
+    step = (object_of(line) or {}).get("step")
     return step if isinstance(step, int | float) else None
 
 
-def _object(line: bytes) -> dict[str, Any] | None:
+def object_of(line: bytes) -> dict[str, Any] | None:
+    """Returns the object on a line; None if it holds none."""
     with suppress(ValueError):
         if isinstance(value := from_json(line), dict):
             return value
@@ -205,7 +206,7 @@ def _end_of_steps(file: IO[bytes], step: float) -> int:
     end = start
     for line in whole_lines(file, start):
         found = step_of(line)
-        if (found is not None and found > step) or (not line.endswith(b"\n") and _object(line) is None):
+        if (found is not None and found > step) or (not line.endswith(b"\n") and object_of(line) is None):
             break
         end = file.tell()
     return end

@@ -189,3 +189,12 @@ def assemble(results: list[dict[str, Any]]) -> dict[str, np.ndarray]:
     missing = [name for name, value in seen[WEIGHT].items() if np.isnan(value).any()]
     assert not missing, f"not covered by the ranks: {missing}"
     return seen[WEIGHT]
+
+
+def trained_steps(engine: Engine, case: Case, first: int, last: int) -> list[tuple[float, float]]:
+    """The loss and the gradient norm of each of these steps."""
+    numbers = []
+    for batch in global_batches(case)[first:last]:
+        result = engine.train_step(micro_batches_of(engine, case, batch), case.learning_rate)
+        numbers.append((float(result.loss), float(result.grad_norm)))
+    return numbers

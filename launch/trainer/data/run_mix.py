@@ -99,7 +99,7 @@ def _stages(config: Config, followed: MixHistory) -> list[MixStage]:
     known_stages = record.mix.stages if record is not None else ()
     known = {place: stage.first_sample for stage in known_stages for place in (stage.place, *stage.replaced)}
     for stage in config.data.stages:
-        place = f"from_tokens {stage.from_tokens}" if stage.from_steps is None else f"from_steps {stage.from_steps}"
+        place = stage.place
         first = known.get(place)
         is_past = first is not None and first <= followed.consumed_samples
         is_same = record is not None and (record.global_batch_size, record.batch_stages) == (batch, of_batch)

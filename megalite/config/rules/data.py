@@ -83,7 +83,7 @@ def _stages(config: Config) -> Iterator[str]:
             return
         yield from _names(stage, number, data)
     places = [_first_token(config, stage) for stage in data.stages]
-    yield from problems_with_order("data.stages", places)
+    yield from problems_with_order("data.stages", data.stages, places)
     if data.is_by_epochs or any(source.weight is None for source in data.sources.values()):
         return
     own = {name: source.weight or 0.0 for name, source in data.sources.items()}

@@ -7,9 +7,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from megalite.config.batch_stages import sample_length, shapes_of
-from megalite.config.data import DataStage
 from megalite.config.suggestions import multiples_near
-from megalite.config.training_stage import TrainingStage
+from megalite.config.training_stage import StageStart
 
 if TYPE_CHECKING:
     from megalite.config.config import Config
@@ -19,7 +18,7 @@ BatchRules = Callable[["Config"], Iterator[str]]
 """Yields the sentences of rules about the batch of a config, as if it had that batch from start to end."""
 
 
-def problem_with_place(option: str, number: int, stage: TrainingStage | DataStage) -> str | None:
+def problem_with_place(option: str, number: int, stage: StageStart) -> str | None:
     """Returns why a stage of `option` does not say where it begins; None if it does."""
     if (stage.from_tokens is None) != (stage.from_steps is None):
         return None
@@ -27,13 +26,13 @@ def problem_with_place(option: str, number: int, stage: TrainingStage | DataStag
     return f"stage {number} of {option} has {which} of from_tokens and from_steps: give one of them, where it begins"
 
 
-def problems_with_order(option: str, first_tokens: Sequence[int]) -> Iterator[str]:
+def problems_with_order(option: str, stages: Sequence[StageStart], first_tokens: Sequence[int]) -> Iterator[str]:
     """Yields a sentence for each stage of `option` that does not begin after the one before it."""
     for number, (before, after) in enumerate(pairwise(first_tokens)):
         if after <= before:
             yield (
-                f"stage {number + 1} of {option} begins at token {after:,}, not after stage {number} at token "
-                f"{before:,}: write the stages in the order in which they come"
+                f"stage {number + 1} of {option} ({stages[number + 1].place}) begins at token {after:,}, not after "
+                f"stage {number} ({stages[number].place}) at token {before:,}: write the stages in their order"
             )
 
 
@@ -55,7 +54,7 @@ def problems_with_stages(config: Config, rules: BatchRules) -> Iterator[str]:
                 f"stage {number} of training.stages states a micro_batch_size, and training.micro_batch_size is auto, "
                 "which chooses one for all stages: state both, or leave it out of the stages"
             )
-    yield from problems_with_order("training.stages", _first_tokens(config))
+    yield from problems_with_order("training.stages", stages, _first_tokens(config))
     told = set(rules(config))
     for number, in_stage in enumerate(config.in_each_stage()[1:]):
         sentences = [sentence for sentence in rules(in_stage) if sentence not in told]

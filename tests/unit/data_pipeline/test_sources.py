@@ -4,6 +4,7 @@ import gzip
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -336,15 +337,10 @@ def test_a_damaged_parquet_file_is_one_sentence(
 def test_a_hub_that_does_not_answer_is_said_before_datasets_tries_again_and_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def unreachable(*arguments: object, **options: object) -> None:
-        raise TimeoutError("Name or service not known\nmore about it")
-
-    def not_to_be_asked(*arguments: object, **options: object) -> None:
-        raise AssertionError("retries for half a minute")
-
     monkeypatch.chdir(tmp_path)
+    unreachable = Mock(side_effect=TimeoutError("Name or service not known\nmore about it"))
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", unreachable)
-    monkeypatch.setattr("datasets.load_dataset", not_to_be_asked)
+    monkeypatch.setattr("datasets.load_dataset", Mock(side_effect=AssertionError("retries for half a minute")))
     for spec in ("dataset:some/thing", "dataset:./thing:test"):
         with pytest.raises(
             DataError, match=r"did not answer \(Name or service not known\): check the name and the network, or"

@@ -14,42 +14,33 @@ from megalite.checkpoint import writer
 from megalite.checkpoint.engine_state import load_engine
 from megalite.checkpoint.manifest import find_latest
 from megalite.checkpoint.reader import CheckpointReader
-from megalite.engine.engine import Engine
-from tests.helpers.engine_cases import Case, assemble, engine_of, global_batches, local_weights, micro_batches_of
+from tests.helpers.engine_cases import Case, assemble, engine_of, local_weights, trained_steps
 from tests.helpers.rank_pool import run_fresh_ranks, run_ranks
 from tests.helpers.saving import save
 
 STEPS, SAVED_AT, BATCH = 5, 2, 6
 
 
-def _steps(engine: Engine, case: Case, first: int, last: int) -> list[tuple[float, float]]:
-    numbers = []
-    for batch in global_batches(case)[first:last]:
-        result = engine.train_step(micro_batches_of(engine, case, batch), case.learning_rate)
-        numbers.append((float(result.loss), float(result.grad_norm)))
-    return numbers
-
-
 def uninterrupted(rank: int, case: Case, root: Path) -> dict[str, Any]:
     """All steps in one go, saving on the way."""
     engine = engine_of(case)
-    numbers = _steps(engine, case, 0, SAVED_AT)
+    numbers = trained_steps(engine, case, 0, SAVED_AT)
     assert save(engine, root, SAVED_AT, background=True).failure is None
-    return {"numbers": numbers + _steps(engine, case, SAVED_AT, STEPS), "weights": local_weights(engine)}
+    return {"numbers": numbers + trained_steps(engine, case, SAVED_AT, STEPS), "weights": local_weights(engine)}
 
 
 def resumed(rank: int, case: Case, folder: Path) -> dict[str, Any]:
     """The steps after the checkpoint, in a new engine that started from other weights."""
     engine = engine_of(dataclasses.replace(case, seed=case.seed + 1))
     load_engine(engine, CheckpointReader(folder), weights_only=False)
-    return {"numbers": _steps(engine, case, SAVED_AT, STEPS), "weights": local_weights(engine)}
+    return {"numbers": trained_steps(engine, case, SAVED_AT, STEPS), "weights": local_weights(engine)}
 
 
 def went_on(rank: int, case: Case, folder: Path) -> list[tuple[float, float]]:
     """The losses and norms after the checkpoint, in a new engine with the run's seed."""
     engine = engine_of(case)
     load_engine(engine, CheckpointReader(folder), weights_only=False)
-    return _steps(engine, case, SAVED_AT, STEPS)
+    return trained_steps(engine, case, SAVED_AT, STEPS)
 
 
 @pytest.mark.slow
@@ -97,7 +88,7 @@ def test_a_resume_with_a_tied_weight_goes_on_from_the_first_stages_copy(tmp_path
 def save_where_rank_0_cannot_write(rank: int, case: Case, root: Path) -> str:
     """Rank 0 may write 10 kB per file: its save fails in the middle of its files."""
     engine = engine_of(case)
-    _steps(engine, case, 0, 1)
+    trained_steps(engine, case, 0, 1)
     writer.FILE_BYTES = 1000
     if rank == 0:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

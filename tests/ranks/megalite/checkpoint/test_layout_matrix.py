@@ -19,8 +19,7 @@ import pytest
 
 from megalite.checkpoint.engine_state import load_engine
 from megalite.checkpoint.reader import CheckpointReader
-from megalite.engine.engine import Engine
-from tests.helpers.engine_cases import Case, engine_of, global_batches, micro_batches_of
+from tests.helpers.engine_cases import Case, engine_of, trained_steps
 from tests.helpers.rank_pool import run_ranks
 from tests.helpers.saving import save
 
@@ -61,21 +60,13 @@ def layout(name: str) -> Case:
     return dataclasses.replace(LAYOUTS[name], steps=STEPS, global_batch=BATCH, sequence=SEQUENCE, model=model)
 
 
-def steps(engine: Engine, case: Case, first: int, last: int) -> Numbers:
-    numbers = []
-    for batch in global_batches(case)[first:last]:
-        result = engine.train_step(micro_batches_of(engine, case, batch), case.learning_rate)
-        numbers.append((float(result.loss), float(result.grad_norm)))
-    return numbers
-
-
 def uninterrupted(rank: int, case: Case, root: Path) -> Numbers:
     """All steps in one go, saving on the way, in the background."""
     engine = engine_of(case)
-    numbers = steps(engine, case, 0, SAVED_AT)
+    numbers = trained_steps(engine, case, 0, SAVED_AT)
     saved = save(engine, root, SAVED_AT, background=True)
     assert saved.failure is None
-    return numbers + steps(engine, case, SAVED_AT, STEPS)
+    return numbers + trained_steps(engine, case, SAVED_AT, STEPS)
 
 
 def resumed(rank: int, case: Case, folders: dict[str, Path]) -> dict[str, Numbers]:
@@ -84,7 +75,7 @@ def resumed(rank: int, case: Case, folders: dict[str, Path]) -> dict[str, Number
     found = {}
     for source, folder in folders.items():
         load_engine(engine, CheckpointReader(folder), weights_only=False)
-        found[source] = steps(engine, case, SAVED_AT, STEPS)
+        found[source] = trained_steps(engine, case, SAVED_AT, STEPS)
     return found
 
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from megalite.resilience import heartbeat
 from megalite.resilience.heartbeat import Beat, Heartbeat, StaleHeartbeats, read_beats
+from tests.e2e.test_supervise import wait_until
 from tests.helpers.commands import ROOT
 from tests.helpers.rank_pool import run_fresh_ranks
 
@@ -52,13 +53,6 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
     for process in started:
         process.kill()
         process.wait()
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 20) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def listen(silence: StaleHeartbeats, seconds: float) -> list[int]:

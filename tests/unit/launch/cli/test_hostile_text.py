@@ -17,19 +17,12 @@ TITLE, CURSOR = "\x1b]0;owned\x07", "\x9b2J\u202e"
 HARM = TITLE + CURSOR
 
 
-def unknown_option(folder: Path) -> list[str]:
-    (folder / "c.yaml").write_text('run_dir: x\n"\\e]0;owned\\a\\x9b2J": 1\ntraining: {"\\e]0;owned\\a\\u202e": 2}\n')
-    return ["config", "show", str(folder / "c.yaml")]
+def config(text: str) -> Callable[[Path], list[str]]:
+    def write(folder: Path) -> list[str]:
+        (folder / "c.yaml").write_text(text)
+        return ["config", "show", str(folder / "c.yaml")]
 
-
-def values_of_a_config(folder: Path) -> list[str]:
-    (folder / "c.yaml").write_text('run_dir: "\\e]0;owned\\a"\nmodel: {hidden_size: "\\e]0;owned\\a\\u202e"}\n')
-    return ["config", "show", str(folder / "c.yaml")]
-
-
-def tag_of_yaml(folder: Path) -> list[str]:
-    (folder / "c.yaml").write_text("a: !%1B%5D0;owned%07 1\n")
-    return ["config", "show", str(folder / "c.yaml")]
+    return write
 
 
 def override(folder: Path) -> list[str]:
@@ -96,9 +89,9 @@ def columns(folder: Path) -> list[str]:
 
 
 SOURCES: dict[str, Callable[[Path], list[str]]] = {
-    "unknown option": unknown_option,
-    "values of a config": values_of_a_config,
-    "tag of YAML": tag_of_yaml,
+    "unknown option": config('run_dir: x\n"\\e]0;owned\\a\\x9b2J": 1\ntraining: {"\\e]0;owned\\a\\u202e": 2}\n'),
+    "values of a config": config('run_dir: "\\e]0;owned\\a"\nmodel: {hidden_size: "\\e]0;owned\\a\\u202e"}\n'),
+    "tag of YAML": config("a: !%1B%5D0;owned%07 1\n"),
     "override": override,
     "word of the command": word,
     "unknown key of config.json": config_json(HARM, 1),

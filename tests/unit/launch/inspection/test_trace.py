@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import yaml
@@ -69,17 +70,9 @@ def run(make_run: MakeRun) -> Path:
 
 def _megalite(*words: str | Path) -> int:
     """Exit code of a command in this process."""
-    sys.argv = ["megalite", *map(str, words)]
-    try:
+    with patch.object(sys, "argv", ["megalite", *map(str, words)]), pytest.raises(SystemExit) as ended:
         main()
-    except SystemExit as stopped:
-        return int(stopped.code or 0)
-    return 0
-
-
-@pytest.fixture(autouse=True)
-def _own_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", sys.argv)
+    return int(ended.value.code or 0)
 
 
 def test_the_newest_step_is_written_into_the_run_folder_again_and_again(

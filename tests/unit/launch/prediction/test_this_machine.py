@@ -14,6 +14,7 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -296,7 +297,7 @@ def test_a_user_without_a_home_is_no_obstacle(four_cores: list[int], monkeypatch
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(Path, "home", unknown)
     monkeypatch.setattr(machine_module, "write_durably", lambda *_: pytest.fail("there is no place for it"))
-    monkeypatch.setattr(Path, "mkdir", _refuse)
+    monkeypatch.setattr(Path, "mkdir", Mock(side_effect=PermissionError(13, "Permission denied")))
     assert describe_machine(1).cluster.peak_flops("fp32") == pytest.approx(4e11)
 
 
@@ -306,10 +307,6 @@ def run_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(logging.getLogger("launch"), "propagate", True)
     caplog.set_level(logging.INFO, "launch")
     return caplog
-
-
-def _refuse(*_: Any, **__: Any) -> None:
-    raise PermissionError(13, "Permission denied")
 
 
 def test_nobody_waits_for_a_look_at_the_machine(

@@ -165,8 +165,10 @@ def test_gpus_allocate_in_segments_that_grow_unless_the_user_has_a_say(monkeypat
         monkeypatch.delenv(name, raising=False)
     given, told = rank_environment(LaunchConfig(), 2, on_gpu=True)
     assert given["PYTORCH_ALLOC_CONF"] == "expandable_segments:True" and "segments that grow" in told
+    monkeypatch.setenv("MASTER_PORT", "29501")
     given, told = rank_environment(LaunchConfig(), 2, on_gpu=False)
     assert "PYTORCH_ALLOC_CONF" not in given and "segments" not in told
+    assert "MASTER_PORT as you set it changes nothing" in told, "it was replaced without a word"
     for name in ALLOCATOR_OPTIONS:
         with monkeypatch.context() as own:
             own.setenv(name, "max_split_size_mb:64")

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import threading
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -21,11 +22,7 @@ def test_what_a_killed_writer_left_is_taken_again(tmp_path: Path) -> None:
 
 def test_a_write_that_fails_leaves_nothing_and_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "x").write_bytes(b"old")
-
-    def fill_the_disk(synced: Path) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(files, "sync", fill_the_disk)
+    monkeypatch.setattr(files, "sync", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
     with pytest.raises(OSError, match="No space") as caught:
         write_durably(tmp_path / "x", b"new")
     assert caught.value.filename == str(tmp_path / "x")

@@ -95,11 +95,11 @@ def test_a_length_in_tokens_counts_the_tokens_of_each_stage(minimal: Path) -> No
         ("[{from_steps: 3}]", "stage 0 of training.stages changes nothing: give it a global_batch_size, a"),
         (
             "[{from_steps: 3, global_batch_size: 16}, {from_tokens: 700, global_batch_size: 8}]",
-            "stage 1 of training.stages begins at token 700, not after stage 0 at token 768: write the stages in the",
+            "stage 1 of training.stages (from_tokens 700) begins at token 700, not after stage 0 (from_s",
         ),
         (
             "[{from_steps: 3, global_batch_size: 16}, {from_steps: 3, global_batch_size: 8}]",
-            "stage 1 of training.stages begins at token 768, not after stage 0 at token 768",
+            "stage 1 of training.stages (from_steps 3) begins at token 768, not after",
         ),
         (
             "[{from_steps: 3, global_batch_size: 9}]",

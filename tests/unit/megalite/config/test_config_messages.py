@@ -89,6 +89,11 @@ BAD_OVERRIDES = [
     ("run_dir=", ["run_dir must be a path, got null"]),
     ("model.vocab_size=1e30", ["model.vocab_size must be an integer of fewer digits, got 1e+30"]),
     ("model.model_type=3", ["model.model_type must be text, got 3"]),
+    # what it lacks was said of `training.stages.0`, or a namesake elsewhere was thought to be meant
+    ("training.stages=[{at: 1}]", ['"training.stages.0.at": section training.stages.0 has from_tokens, from_steps']),
+    ("training.stages=[{step: 1}]", ['"training.stages.0.step": section training.stages.0 has from_tokens']),
+    ("data.stages=[{weight: {a: 1}}]", ['"data.stages.0.weight": did you mean "data.stages.0.weights"?']),
+    ("data.validation={x: {packing: concat}}", ['"data.validation.x.packing": did you mean "data.packing"?']),
     ("model.rope_scaling.type=linear", ['"model.rope_scaling.type": did you mean "model.rope_scaling.rope_type"?']),
     ("training.steps.x=3", ["training.steps is a value, not a section; write training.steps=..."]),
     ("data.path=[a", ['override "data.path=[a": not valid YAML: expected']),

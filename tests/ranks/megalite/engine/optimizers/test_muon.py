@@ -14,9 +14,8 @@ import torch
 
 from megalite.checkpoint.engine_state import load_engine
 from megalite.checkpoint.reader import CheckpointReader
-from megalite.engine.engine import Engine
 from megalite.engine.optimizers.muon import Muon
-from tests.helpers.engine_cases import Case, engine_of, global_batches, micro_batches_of
+from tests.helpers.engine_cases import Case, engine_of, trained_steps
 from tests.helpers.rank_pool import run_ranks
 from tests.helpers.saving import save
 
@@ -26,25 +25,17 @@ SAVED_AT = 2
 Numbers = list[tuple[float, float]]
 
 
-def _steps(engine: Engine, case: Case, first: int, last: int) -> Numbers:
-    numbers = []
-    for batch in global_batches(case)[first:last]:
-        result = engine.train_step(micro_batches_of(engine, case, batch), case.learning_rate)
-        numbers.append((float(result.loss), float(result.grad_norm)))
-    return numbers
-
-
 def _uninterrupted(rank: int, case: Case, root: Path) -> tuple[Numbers, str | None]:
     engine = engine_of(case)
-    _steps(engine, case, 0, SAVED_AT)
+    trained_steps(engine, case, 0, SAVED_AT)
     failure = save(engine, root, SAVED_AT, background=case.dp == 1).failure
-    return _steps(engine, case, SAVED_AT, case.steps), failure
+    return trained_steps(engine, case, SAVED_AT, case.steps), failure
 
 
 def _resumed(rank: int, case: Case, folder: Path) -> Numbers:
     engine = engine_of(replace(case, seed=case.seed + 1))
     load_engine(engine, CheckpointReader(folder), weights_only=False)
-    return _steps(engine, case, SAVED_AT, case.steps)
+    return trained_steps(engine, case, SAVED_AT, case.steps)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +66,7 @@ def test_a_checkpoint_goes_on_to_the_bit_and_on_another_layout(before: Case, aft
 
 def _skipped_and_scaled(rank: int, case: Case) -> dict[str, Any]:
     engine = engine_of(case)
-    _steps(engine, case, 0, 1)
+    trained_steps(engine, case, 0, 1)
     optimizer = engine.torch_optimizer
     assert isinstance(optimizer, Muon)
     partitions = [group["params"][0] for group in optimizer.param_groups]

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -249,11 +250,8 @@ def test_a_url_of_no_use_here_is_refused_before_anything_is_asked(url: str, reme
 
 def test_a_missing_package_of_the_web_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """fsspec names its class, not what to install."""
-
-    def is_missing(protocol: str) -> None:
-        raise ImportError('HTTPFileSystem requires "requests" and "aiohttp" to be installed')
-
-    monkeypatch.setattr("fsspec.get_filesystem_class", is_missing)
+    missing = ImportError('HTTPFileSystem requires "requests" and "aiohttp" to be installed')
+    monkeypatch.setattr("fsspec.get_filesystem_class", Mock(side_effect=missing))
     with pytest.raises(CheckpointError, match=r"not installed: pip install 'megalite\[http\]'"):
         check_url("https://example.com/run")
 
