@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.gpu_day.context import CommandFailed
+from benchmarks.gpu_day.training import SHAPES
 
 if TYPE_CHECKING:
     from benchmarks.gpu_day.context import Context
 
 Facts = dict[str, Any]
-TRAININGS = ("train-1b", "train-3b", "train-8b-8-layers")
 
 
 def run(context: Context) -> None:
@@ -33,13 +33,13 @@ def run(context: Context) -> None:
 
 
 def _missing(context: Context) -> Facts:
-    raise LookupError(f"no training to calibrate on: run one of the parts {', '.join(TRAININGS)} first")
+    raise LookupError(f"no training to calibrate on: run one of the parts {', '.join(SHAPES)} first")
 
 
 def _run_folders(context: Context) -> dict[str, Path]:
     """A run's folder for each training that ended well, with what is needed of it."""
     folders = {}
-    for part in TRAININGS:
+    for part in SHAPES:
         found = context.store.current(part)
         training = (found or {}).get("items", {}).get("training", {})
         if not training.get("passed"):

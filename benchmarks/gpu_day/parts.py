@@ -30,9 +30,9 @@ class Part:
 PARTS: tuple[Part, ...] = (
     Part("environment", "what the machine is; products and copies at best", "machine:run", 120, needs_packages=False),
     Part("parity", "megalite verify on one rank: fp32, bf16, fp16, recomputation", "parity:formats"),
-    Part("train-1b", "30 steps of a Llama 1B: tokens/s, MFU, memory, kernels, waits", "training:train_1b"),
-    Part("train-3b", "the same of a Llama 3B", "training:train_3b"),
-    Part("train-8b-8-layers", "the same of eight layers of an 8B", "training:train_8b_8_layers"),
+    Part("train-1b", "30 steps of a Llama 1B: tokens/s, MFU, memory, kernels, waits", "training:run"),
+    Part("train-3b", "the same of a Llama 3B", "training:run"),
+    Part("train-8b-8-layers", "the same of eight layers of an 8B", "training:run"),
     Part("levers-1b", "a Llama 1B's step with each option that is to make it faster", "levers:run"),
     Part("levers-1b-documents", "the same on packed documents of about 1k tokens in sequences of 8k", "levers:run"),
     Part("levers-3b", "the same of a Llama 3B, sequences of 8k", "levers:run"),

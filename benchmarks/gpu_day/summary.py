@@ -80,17 +80,14 @@ def _environment(items: dict[str, Facts]) -> Lines:
 def _parity(items: dict[str, Facts]) -> Lines:
     rows: list[list[Any]] = []
     for name, item in items.items():
-        rows += [_verdict_row(name, row) for row in item.get("rows", [])]
+        for row in item.get("rows", []):
+            worst = row["worst"] or {}
+            place = f"{worst.get('quantity', '')}, {worst.get('name', '')}" if worst else _one_line(row["problem"])
+            outcome = "pass" if row["passed"] else "FAIL"
+            rows.append([name, row["layout"], row["dtype"], place, worst.get("error"), worst.get("bound"), outcome])
         if "problem" in item:
             rows.append([name, "", "", _one_line(item["problem"]), "", "", "FAIL"])
     return _table(("model", "layout", "format", "nearest to its bound", "error", "bound", "result"), rows)
-
-
-def _verdict_row(name: str, row: Facts) -> list[Any]:
-    worst = row["worst"] or {}
-    place = f"{worst.get('quantity', '')}, {worst.get('name', '')}" if worst else _one_line(row["problem"])
-    outcome = "pass" if row["passed"] else "FAIL"
-    return [name, row["layout"], row["dtype"], place, worst.get("error"), worst.get("bound"), outcome]
 
 
 def _training(items: dict[str, Facts]) -> Lines:

@@ -21,23 +21,16 @@ Facts = dict[str, Any]
 PROFILED_MICRO_BATCHES = 2  # of a profiled step: enough to tell what each costs, and a trace that can be read
 
 
-def train_1b(context: Context) -> None:
-    """Llama 1B."""
-    _part(context, shapes.LLAMA_1B)
+SHAPES = {  # by the name of their part
+    "train-1b": shapes.LLAMA_1B,
+    "train-3b": shapes.LLAMA_3B,
+    "train-8b-8-layers": shapes.LLAMA_8B_8_LAYERS,
+}
 
 
-def train_3b(context: Context) -> None:
-    """Llama 3B."""
-    _part(context, shapes.LLAMA_3B)
-
-
-def train_8b_8_layers(context: Context) -> None:
-    """Eight layers of an 8B Llama, with its embeddings."""
-    _part(context, shapes.LLAMA_8B_8_LAYERS)
-
-
-def _part(context: Context, shape: Shape) -> None:
-    shape = shapes.tiny(shape) if context.tiny else shape
+def run(context: Context) -> None:
+    """Trains the shape that the part is named after."""
+    shape = shapes.tiny(SHAPES[context.part]) if context.tiny else SHAPES[context.part]
     context.item("training", lambda: timed_run(context, shape))
     context.item("one step profiled", lambda: profiled(context, shape))
 
@@ -94,14 +87,10 @@ def measurement(shape: Shape, config: Mapping[str, Any], records: Sequence[Facts
         found["mfu_peak"] = f"{peaks[dtype]:g} TFLOP/s of {prediction['accelerator']} in {dtype}"
     else:
         found["mfu"], found["mfu_peak"] = None, prediction.get("problem") or f"no known peak in {dtype}"
-    return found | _memory(records, prediction)
-
-
-def _memory(records: Sequence[Facts], prediction: Facts) -> Facts:
     measured = max(record["memory_peak_mib"] for record in records)
     predicted = max((stage["peak_mib"] for stage in prediction.get("memory") or []), default=None)
     error = predicted / measured - 1 if predicted else None
-    return {"memory_peak_mib": measured, "predicted_memory_peak_mib": predicted, "memory_error": error}
+    return found | {"memory_peak_mib": measured, "predicted_memory_peak_mib": predicted, "memory_error": error}
 
 
 def profiled(context: Context, shape: Shape) -> Facts:

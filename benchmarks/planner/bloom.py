@@ -86,7 +86,8 @@ def groups() -> list[Group]:
     for row in read(TABLE):
         if row["md_line"] not in DEFECTIVE.keys() | ALONE:
             one = run_of(row)
-            by_name.setdefault((_group(row), row["date"]), {}).setdefault(one.job, one)  # the source repeats some
+            name = f"{row['size']}, hidden {row['hidden']}, {row['nodes']} nodes"
+            by_name.setdefault((name, row["date"]), {}).setdefault(one.job, one)  # the source repeats some
     return [judge(*key, list(runs.values())) for key, runs in by_name.items() if len(runs) > 1]
 
 
@@ -146,10 +147,6 @@ def jean_zay(nodes: int) -> Cluster:
         accelerator="A100-80GB", nodes=nodes, accelerators_per_node=8, adapters_per_node=4, inter_node="Omni-Path 100"
     )
     return cluster_of(described, "Jean Zay")
-
-
-def _group(row: Row) -> str:
-    return f"{row['size']}, hidden {row['hidden']}, {row['nodes']} nodes"
 
 
 def main() -> None:

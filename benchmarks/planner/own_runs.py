@@ -30,7 +30,7 @@ import yaml
 from benchmarks import harness
 from launch.runtime.devices import cpu_count, gpu_count
 
-RESULTS = Path(__file__).parents[1] / "results" / "planner_own_runs.md"
+RESULTS = harness.RESULTS / "planner_own_runs.md"
 MEGALITE = Path(sys.executable).parent / "megalite"
 VOCABULARY = 1024  # of the data; the model's is larger
 STEPS = 11

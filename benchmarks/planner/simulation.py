@@ -193,7 +193,8 @@ def spares() -> Iterator[Check]:
     case = Case(16_384, 3.79, Save(5.0, 5.0), restart_s=0.0)
     for spare_nodes in (2, 6, 10):
         run = replace(case.run(), spare_nodes=spare_nodes, repair_s=DAY_S)
-        waited = fmean(_share(run, seed, "waiting for nodes") for seed in SEEDS)
+        outcomes = [simulate(run, seed) for seed in SEEDS]
+        waited = fmean(outcome.hours["waiting for nodes"] / outcome.total_hours for outcome in outcomes)
         form = waiting_share(spare_nodes, DAY_S / case.mtbf_s)
         name = f"waiting for nodes, {spare_nodes} spare, repaired in a day: {case}"
         yield Check(name, waited, form, 0.006, Relation.ABSOLUTE, "Erlang B")
@@ -282,11 +283,6 @@ def schedules() -> Iterator[Check]:
 
 def _goodput(run: SimulatedJob) -> float:
     return fmean(simulate(run, seed).goodput for seed in SEEDS)
-
-
-def _share(run: SimulatedJob, seed: int, part: str) -> float:
-    outcome = simulate(run, seed)
-    return outcome.hours[part] / outcome.total_hours
 
 
 def main() -> None:

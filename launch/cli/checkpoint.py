@@ -103,7 +103,7 @@ def verify(
     folders = [Path(listed.url) for listed in checkpoints_in(str(local_path(place)))]
     from launch.checkpoints.verification import bytes_to_read, verify_checkpoint  # with torch: after mistakes
 
-    with _advancing("reading", sum(map(bytes_to_read, folders)) if deep else 0) as advance:
+    with advancing("reading", sum(map(bytes_to_read, folders)) if deep else 0) as advance:
         results = [verify_checkpoint(folder, deep=deep, advance=advance) for folder in folders]
     passed = all(result.passed for result in results)
     if as_json:
@@ -137,7 +137,7 @@ def diff(
     from megalite.checkpoint.reader import CheckpointReader, open_checkpoint
 
     left, right = (open_checkpoint(local_path(place), CheckpointReader) for place in (first, second))
-    with _advancing("comparing", 4 * numbers_in_common(left.manifest, right.manifest)) as advance:
+    with advancing("comparing", 4 * numbers_in_common(left.manifest, right.manifest)) as advance:
         found = difference(left, right, advance=lambda numbers: advance(4 * numbers))
     equal = found.is_equal(tolerance)
     if as_json:
@@ -192,7 +192,7 @@ def prune(
 
 
 @contextmanager
-def _advancing(description: str, total: int) -> Iterator[Callable[[int], None]]:
+def advancing(description: str, total: int) -> Iterator[Callable[[int], None]]:
     """Shows a progress bar over `total` bytes; yields a function that advances it by a number of bytes."""
     done = 0
     with progress_bar(is_bytes=True) as report_progress:

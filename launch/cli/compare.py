@@ -38,17 +38,8 @@ def compare(
 
     Example: `megalite compare runs/one_device runs/eight_devices -o compare.html`
     """
+    from launch.inspection import comparison_report as report
     from launch.inspection.comparison import compare as compared
-    from launch.inspection.comparison_report import (
-        as_json as facts_of,
-    )
-    from launch.inspection.comparison_report import (
-        differences_table,
-        options_table,
-        parts_table,
-        runs_table,
-        sentences,
-    )
     from launch.inspection.files import check_is_run
     from launch.inspection.history import RunHistory
     from launch.pages.skeleton import check_page_path
@@ -74,12 +65,12 @@ def compare(
         write_comparison_page(found, page)
         say(f"wrote {page}", file=sys.stderr)
     if as_json:
-        print_json(facts_of(found))
+        print_json(report.as_json(found))
     else:
-        for table in (runs_table(found), differences_table(found), parts_table(found), options_table(found)):
-            if table is not None:
+        for table_of in (report.runs_table, report.differences_table, report.parts_table, report.options_table):
+            if (table := table_of(found)) is not None:
                 table.print()
-        say(*sentences(found), sep="\n")
+        say(*report.sentences(found), sep="\n")
     if found.fails:
         raise typer.Exit(VERIFY_FAILED_CODE)
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -102,31 +102,18 @@ def export(
         from launch.conversion.huggingface.exporting import export_hugging_face, plan_export
 
     check_local(hf_dir, COPY)
-    size, stored = parse_size(max_shard_size), None if dtype is None else dtype.value
+    options: dict[str, Any] = {
+        "dtype": None if dtype is None else dtype.value,
+        "tokenizer": tokenizer,
+        "max_shard_bytes": parse_size(max_shard_size),
+        "overwrite": overwrite,
+        "merge": merge,
+    }
     if dry_run:
-        plan = plan_export(
-            checkpoint,
-            hf_dir,
-            dtype=stored,
-            tokenizer=tokenizer,
-            max_shard_bytes=size,
-            overwrite=overwrite,
-            merge=merge,
-        )
-        _print_plan(plan, "export", as_json)
+        _print_plan(plan_export(checkpoint, hf_dir, **options), "export", as_json)
         return
     with _watched() as report_progress:
-        summary = export_hugging_face(
-            checkpoint,
-            hf_dir,
-            dtype=stored,
-            tokenizer=tokenizer,
-            max_shard_bytes=size,
-            overwrite=overwrite,
-            validate=validate,
-            merge=merge,
-            report=report_progress,
-        )
+        summary = export_hugging_face(checkpoint, hf_dir, **options, validate=validate, report=report_progress)
     what_next = f"`megalite generate {quote(str(hf_dir))} --prompt ...` continues a text with it"
     if (hf_dir / "adapter_config.json").is_file():
         what_next = "peft loads these adapters onto their base model; --merge writes a whole model instead"

@@ -8,9 +8,10 @@ from typing import Annotated
 
 import typer
 
+from launch.cli.checkpoint import advancing
 from launch.cli.options import AsJson
 from launch.errors import VERIFY_FAILED_CODE
-from launch.output import check_local, print_json, progress_bar
+from launch.output import check_local, print_json
 from launch.runtime.printing import say
 from megalite.units import plural
 
@@ -35,14 +36,7 @@ def check(
 
     for prefix in prefixes:
         check_local(prefix, "`megalite data fetch CONFIG` copies what a run reads of it, and compares every digest")
-    total, done = sum(map(bytes_to_check, prefixes)), 0
-    with progress_bar(is_bytes=True) as report_progress:
-
-        def advance(size: int) -> None:
-            nonlocal done
-            done += size
-            report_progress("reading", done, total)
-
+    with advancing("reading", sum(map(bytes_to_check, prefixes))) as advance:
         found = [check_corpus(prefix, advance, vocab_size) for prefix in prefixes]
     passed = not any(each.problems for each in found)
     if as_json:

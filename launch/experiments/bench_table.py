@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from launch.experiments.comparison import LEAST_ROUNDS, PointResult, RoundSpread
+from launch.inspection.watching.terminal import format_shares
 from launch.output import Table
-from megalite.monitor.steps.parts import PARTS
 from megalite.units import count, gib, percent, plural, seconds
 
 UNKNOWN = "-"
@@ -49,7 +49,7 @@ def _row(one: PointResult, *, is_first: bool) -> list[str]:
         UNKNOWN if memory is None else gib(memory * 2**20),
         UNKNOWN if one.speed is None else with_spread(f"{one.speed.median:.3g}", one.speed),
         "is the first" if is_first else verdict(one),
-        (format_parts(one.parts_s) or "not recorded") + failed,
+        (format_shares(one.parts_s, SMALLEST_PART) or "not recorded") + failed,
     ]
 
 
@@ -86,10 +86,3 @@ def conclusion(results: Sequence[PointResult]) -> str:
 def with_spread(text: str, spread: RoundSpread) -> str:
     """Adds half the spread over the rounds, relative to the median; nothing after a single round."""
     return f"{text} ± {percent(spread.width / 2 / spread.median)}" if len(spread.values) > 1 else text
-
-
-def format_parts(parts_s: Mapping[str, float]) -> str:
-    """Names the parts of a step that take more than a little of it, the largest first."""
-    whole = sum(parts_s.values())
-    shares = sorted(((value / whole, PARTS[name]) for name, value in parts_s.items() if whole), reverse=True)
-    return ", ".join(f"{name} {share:.0%}" for share, name in shares if share >= SMALLEST_PART)

@@ -99,12 +99,6 @@ class ScalingFigures:
                 drawn.append(element("circle", title, cx=across, cy=down, r=4, class_=f"fill-{colour}"))
         return drawn
 
-    def shown_parts(self) -> list[str]:
-        """Returns the parts that anything is lost in, the largest loss first; only so many as can be told apart."""
-        most = {name: max(one.loss_by_part.get(name, 0.0) for one in self.compared) for name in PART_NAMES}
-        found = sorted((name for name in PART_NAMES if most[name] >= WORTH_TELLING), key=lambda name: -most[name])
-        return found[:MOST_PARTS]
-
     def losses(self) -> tuple[Element, Element] | None:
         """Draws a bar per point: what is left of the ideal, then the loss by part; None if nothing was recorded.
 
@@ -113,7 +107,9 @@ class ScalingFigures:
         points = [one for one in self.compared[1:] if one.loss_by_part]
         if not points:
             return None
-        parts = self.shown_parts()
+        most = {name: max(one.loss_by_part.get(name, 0.0) for one in self.compared) for name in PART_NAMES}
+        lost = sorted((name for name in PART_NAMES if most[name] >= WORTH_TELLING), key=lambda name: -most[name])
+        parts = lost[:MOST_PARTS]
         x = AxisScale(0.0, 1.0, BAR_LEFT, BAR_RIGHT)
         bottom = 10 + ROW * len(points)
         ticks = {tick: f"{100 * tick:.0f} %" for tick in x.ticks(10)}

@@ -49,7 +49,7 @@ def render_page(
     values = {
         "title": html.escape(title),
         "subtitle": html.escape(subtitle),
-        "tiles": _html([_tile(name, value) for name, value in tiles.items()]),
+        "tiles": _html([tile(name, value) for name, value in tiles.items()]),
         "sentences": _html([element("li", with_code(sentence)) for sentence in sentences]),
         "sections": _html([section.elements() for section in sections]),
         "origin": html.escape(origin),
@@ -78,7 +78,8 @@ def _is_page(path: Path) -> bool:
         return GENERATOR in file.read(MOST_BEFORE_GENERATOR)
 
 
-def _tile(name: str, value: str) -> Element:
+def tile(name: str, value: str) -> Element:
+    """Returns a number at the top of a page, with its name below it."""
     return element("div", element("b", value), element("span", name), class_="tile")
 
 

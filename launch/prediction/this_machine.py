@@ -228,7 +228,8 @@ def measured_cpu(name: str, limits: MeasurementLimits) -> tuple[Measured, str]:
         return (found, "") if found is not None else (ROUGH, f"by rough figures of a CPU: {error}")
     measured |= {"load": load, "date": datetime.now(UTC).isoformat(timespec="seconds"), "measurement": MEASUREMENT}
     if found is not None and is_contradicted:
-        measured["confirmed"] = _is_alike(measured, found)
+        pairs = [(measured["core_flops"][dtype], found["core_flops"][dtype]) for dtype in ("fp32", "bf16")]
+        measured["confirmed"] = all(1 / CONFIRMED < new / old < CONFIRMED for new, old in pairs)
     _write_cache(path, cached | {key: measured})
     return measured, ""
 
@@ -260,11 +261,6 @@ def contradict(name: str, predicted_s: float, measured_s: float) -> bool:
 
 def _key(name: str) -> str:
     return f"{name}, torch {installed_version('torch')}"
-
-
-def _is_alike(one: Measured, other: Measured) -> bool:
-    pairs = [(one["core_flops"][dtype], other["core_flops"][dtype]) for dtype in ("fp32", "bf16")]
-    return all(1 / CONFIRMED < new / old < CONFIRMED for new, old in pairs)
 
 
 def _write_cache(path: Path, values: dict[str, Any]) -> bool:

@@ -27,8 +27,8 @@ MOST_ROWS = 32
 
 def memory_section(found: RunFindings) -> PageSection:
     """Draws measured peaks as bars and predictions as marks; of many ranks the fullest one of each stage."""
-    measured, predicted = _measured(found), _predicted(found)
-    title = "Peak memory by rank"
+    measured, stages, title = _measured(found), found.receipt.prediction.memory, "Peak memory by rank"
+    predicted = {one.stage: peak * MIB for one in stages if one.stage is not None and (peak := one.peak_mib or 0) > 0}
     if not measured:
         return PageSection(
             "memory", title, "The peaks of ranks are measured at the end of a run, and are not on record."
@@ -72,12 +72,6 @@ def _measured(found: RunFindings) -> list[tuple[int, int, float]]:
         for rank, one in enumerate(ranks[: mesh.world_size])
         if (peak := one.peak_mib or 0.0) > 0
     ]
-
-
-def _predicted(found: RunFindings) -> dict[int, float]:
-    """Returns the predicted peak of each stage in bytes."""
-    stages = found.receipt.prediction.memory
-    return {one.stage: peak * MIB for one in stages if one.stage is not None and (peak := one.peak_mib or 0.0) > 0}
 
 
 def _bars(shown: Sequence[tuple[int, int, float]], predicted: dict[int, float], width: float) -> Element:

@@ -70,9 +70,7 @@ def screen(status: RunStatus, history: RunHistory, width: int) -> list[list[Cell
 
 def plain_line(status: RunStatus, history: RunHistory) -> str:
     """Returns one line about the run, for a pipe or a file."""
-    parts = ", ".join(
-        f"{PARTS[part]} {share:.0%}" for part, share in shares(_latest(history)).items() if share >= SMALLEST
-    )
+    parts = format_shares(_latest(history))
     slow = "; ".join(f"rank {printable(str(event.get('rank')))} is slow" for event in history.files.slow_ranks)
     texts = (progress_text(status), speed_text(status), parts, slow)
     return f"{time.strftime('%H:%M:%S')} {status.state}: {'; '.join(text for text in texts if text) or status.reason}"
@@ -93,6 +91,11 @@ def shares(seconds: Facts) -> dict[str, float]:
     known = {part: found for part in PARTS if (found := number(seconds.get(part))) is not None and found > 0}
     whole = sum(known.values())
     return {part: known[part] / whole for part in sorted(known, key=lambda part: -known[part])}
+
+
+def format_shares(seconds: Facts, least: float = SMALLEST) -> str:
+    """Names the parts of a step that take at least that share of it, the largest first."""
+    return ", ".join(f"{PARTS[part]} {share:.0%}" for part, share in shares(seconds).items() if share >= least)
 
 
 def bar(parts: Facts, width: int) -> list[Cell]:

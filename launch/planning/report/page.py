@@ -13,7 +13,7 @@ from xml.etree.ElementTree import Element, tostring
 
 from data_pipeline.storage.files import decimal_size
 from launch.output import write_file
-from launch.pages.skeleton import page_text
+from launch.pages.skeleton import page_text, tile
 from launch.pages.svg import element, with_code
 from launch.planning.report.goodput_figure import goodput_caption, goodput_figure, interval_curve, size_curve
 from launch.planning.report.memory_figure import memory_caption, memory_figure
@@ -73,10 +73,7 @@ def _render(
         f"{cluster.inter_node.gb_per_s:.3g} GB/s between nodes.",
         "layout": str(layout),
         "ranks": plural(layout.world_size, "rank"),
-        "tiles": [
-            element("div", element("b", number), element("span", name), class_="tile")
-            for name, number in _tiles(winner, cluster, forecast, config, price).items()
-        ],
+        "tiles": [tile(*one) for one in _tiles(winner, cluster, forecast, config, price).items()],
         "reasons": [
             element("li", with_code(sentence))
             for sentence in (*explain(result), *forecast_lines(forecast, config, price, rough=rough))
