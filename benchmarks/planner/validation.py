@@ -67,7 +67,7 @@ class ReportSection:
 
 def error_of(row: Published, efficiency: float) -> float:
     """Predicted over measured, minus one."""
-    return step_time(row.job, row.cluster.with_efficiency(efficiency)).seconds / row.seconds - 1
+    return step_time(row.job, row.cluster.with_figures(efficiency=efficiency)).seconds / row.seconds - 1
 
 
 def fitted(rows: Sequence[Published]) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,6 +12,7 @@ from data_pipeline.storage.files import decimal_size
 from launch.cli.options import AsJson, ConfigPath, Overrides, TopologyPath
 from launch.cluster.switch_topology import Topology, expand_hosts, read_topology
 from launch.errors import LaunchError
+from launch.inspection.timelines import format_numbers
 from launch.output import Table, print_json
 from launch.runtime.logs import get_logger
 from launch.runtime.printing import say
@@ -81,7 +81,9 @@ def place(
     cells = []
     for row in rows:
         ranks = range(row["first_rank"], row["last_rank"] + 1)
-        cells.append((row["host"], _span(ranks), _span(row["stages"]), _span(row["replicas"])))
+        cells.append(
+            (row["host"], format_numbers(ranks), format_numbers(row["stages"]), format_numbers(row["replicas"]))
+        )
     title = f"{layout.world_size} ranks ({format_sizes(config, layout)}) on {len(rows)} hosts"
     Table(("host", "ranks", "stages", "replicas"), cells, title).print()
     levels = [
@@ -139,11 +141,3 @@ def _layout(config: Config, room: int) -> ResolvedLayout:
     parallel = config.parallel
     replica, replicas = parallel.tensor_parallel_size * parallel.pipeline_parallel_size, parallel.data_parallel_size
     return resolve_layout(config, replica * (max(1, room // replica) if replicas == "auto" else replicas), "cuda")
-
-
-def _span(numbers: Sequence[int]) -> str:
-    """Formats sorted numbers as `0-3`, or `0, 3` if there is a gap."""
-    first, last = numbers[0], numbers[-1]
-    if first == last:
-        return str(first)
-    return f"{first}-{last}" if len(numbers) == last - first + 1 else ", ".join(map(str, numbers))

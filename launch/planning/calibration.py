@@ -49,11 +49,11 @@ class MeasuredRun:
 
     def predicted_s(self, efficiency: float) -> float:
         """The predicted time of a step with this constant."""
-        return step_time(self.job, self.cluster.with_efficiency(efficiency)).seconds
+        return step_time(self.job, self.cluster.with_figures(efficiency=efficiency)).seconds
 
     def in_products(self, efficiency: float) -> float:
         """The share of a step that the constant determines."""
-        step = step_time(self.job, self.cluster.with_efficiency(efficiency))
+        step = step_time(self.job, self.cluster.with_figures(efficiency=efficiency))
         return step.parts.get(PRODUCTS, 0.0) / step.seconds
 
 

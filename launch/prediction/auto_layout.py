@@ -88,7 +88,7 @@ def hosts_cluster(
     # a step takes as long as the slowest of them, and must fit the smallest
     clusters = [nodes_of(name, nodes, per_node, "hosts") for name in kinds]
     slowest = min(clusters, key=lambda one: one.accelerator.fastest_tflops * one.accelerator.efficiency)
-    return _with_memory(slowest, min(one.accelerator.memory_gib for one in clusters))
+    return slowest.with_figures(memory_gib=min(one.accelerator.memory_gib for one in clusters))
 
 
 def layout_or_likely(config: Config, ranks: Ranks) -> tuple[Config, ResolvedLayout, list[str]]:
@@ -166,13 +166,8 @@ def _choose_for(config: Config, devices: Sequence[RankDevice]) -> ChosenLayout:
     limits = MeasurementLimits(timeout_s=start_patience_s(config), allow_typical=True)
     machine = describe_machine(per_node, on_cpu=allocator.kind == "cpu", nodes=nodes, limits=limits)
     memory_gib = min(machine.cluster.accelerator.memory_gib, min(bytes_for_each(devices)) / 2**30)
-    chosen = choose_on(config, _with_memory(machine.cluster, memory_gib), allocator)
+    chosen = choose_on(config, machine.cluster.with_figures(memory_gib=memory_gib), allocator)
     return replace(chosen, sentence=f"{chosen.sentence} ({machine.rough})") if machine.rough else chosen
-
-
-def _with_memory(cluster: Cluster, memory_gib: float) -> Cluster:
-    accelerator = cluster.accelerator.model_copy(update={"memory_gib": memory_gib})
-    return cluster.model_copy(update={"accelerator": accelerator})
 
 
 def _best(config: Config, result: SearchResult) -> ChosenLayout:

@@ -192,10 +192,9 @@ class Cluster(Section):
         """Memory of one accelerator, in bytes."""
         return int(self.accelerator.memory_gib * 2**30)
 
-    def with_efficiency(self, efficiency: float) -> Self:
-        """Returns the same cluster with another calibrated constant."""
-        accelerator = self.accelerator.model_copy(update={"efficiency": efficiency})
-        return self.model_copy(update={"accelerator": accelerator})
+    def with_figures(self, **figures: float) -> Self:
+        """Returns the same cluster with other figures of its accelerator, such as `efficiency`."""
+        return self.model_copy(update={"accelerator": self.accelerator.model_copy(update=figures)})
 
     def peak_flops(self, dtype: Dtype) -> float:
         """Returns the dense floating-point operations per second of one accelerator."""

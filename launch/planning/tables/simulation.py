@@ -130,7 +130,7 @@ def timeline(run: SimulatedJob, outcome: Outcome) -> list[str]:
     for each in outcome.interruptions:
         place = min(TIMELINE - 1, int(each.at_s / slice_s))
         failures[place] += 1
-        lost_s[place] += math.ceil(each.rework_s + each.detection_s + each.waiting_s + each.restart_s)
+        lost_s[place] += math.ceil(each.cost_s)
     signs = "".join("." if not n else str(n) if n < 10 else "+" for n in (failures[at] for at in range(TIMELINE)))
     heights = "".join(
         HEIGHTS[min(len(HEIGHTS) - 1, math.ceil(lost_s[place] / slice_s * (len(HEIGHTS) - 1)))]
@@ -145,11 +145,7 @@ def timeline(run: SimulatedJob, outcome: Outcome) -> list[str]:
 
 def cost_histogram(outcomes: Sequence[Outcome]) -> list[str]:
     """A histogram of the cost of one failure over all runs, in classes that double."""
-    costs = [
-        each.rework_s + each.detection_s + each.waiting_s + each.restart_s
-        for outcome in outcomes
-        for each in outcome.interruptions
-    ]
+    costs = [each.cost_s for outcome in outcomes for each in outcome.interruptions]
     if not costs:
         return ["no run fails"]
     classes = Counter(max(0, math.ceil(math.log2(cost / 60))) if cost > 60 else 0 for cost in costs)

@@ -105,6 +105,11 @@ class Interruption:
     waiting_s: float  # until there are nodes enough
     restart_s: float  # tried or done
 
+    @property
+    def cost_s(self) -> float:
+        """Seconds of the run that it takes in all."""
+        return self.rework_s + self.detection_s + self.waiting_s + self.restart_s
+
 
 @dataclass(frozen=True)
 class Outcome:
