@@ -36,15 +36,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks import harness
 from benchmarks.checkpoint.memory import memory_table
-from benchmarks.checkpoint.ranks import (
-    Trainer,
-    Turn,
-    manifest,
-    ranks_turns,
-    settle,
-    succeeded,
-    together,
-)
+from benchmarks.checkpoint.ranks import Trainer, Turn, manifest, ranks_turns, settle, succeeded, together
 from benchmarks.harness import header, spread
 from launch.parity.forked_ranks import warm_up
 from launch.runtime.local_ranks import rank_environment

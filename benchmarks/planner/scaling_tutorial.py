@@ -16,21 +16,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from launch.planning.tables.reliability import TUTORIAL
-from megalite.planner.cost.checkpoints import (
-    BYTES_PER_PARAMETER,
-    Contents,
-    Save,
-    Storage,
-    TimeShares,
-    young_interval_s,
-)
-from megalite.planner.failure_rates import (
-    HOURS_PER_DAY,
-    PUBLISHED_BAND,
-    Components,
-    failure_probability,
-    mtbf_hours,
-)
+from megalite.planner.cost.checkpoints import BYTES_PER_PARAMETER, Contents, Save, Storage, TimeShares, young_interval_s
+from megalite.planner.failure_rates import HOURS_PER_DAY, PUBLISHED_BAND, Components, failure_probability, mtbf_hours
 
 GPUS = (8, 32, 64, 128, 256, 512, 1024)
 LOSS_GPUS = (64, 256, 512, 1024)

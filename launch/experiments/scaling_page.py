@@ -10,17 +10,7 @@ from xml.etree.ElementTree import Element
 from launch.experiments.efficiency import PART_NAMES, WORTH_TELLING, ScaledPoint
 from launch.pages.sections import PageSection, keys, number_table
 from launch.pages.skeleton import render_page
-from launch.pages.svg import (
-    AxisScale,
-    Child,
-    bar,
-    coordinate,
-    drawing,
-    element,
-    horizontal_axis,
-    label,
-    vertical_axis,
-)
+from launch.pages.svg import AxisScale, Child, bar, coordinate, drawing, element, horizontal_axis, label, vertical_axis
 from megalite.units import count, percent, plural, short
 
 WIDTH, HEIGHT = 470, 300

@@ -16,15 +16,7 @@ from xml.etree.ElementTree import Element
 import numpy as np
 
 from launch.pages.sections import keys, number_table
-from launch.pages.svg import (
-    AxisScale,
-    coordinate,
-    drawing,
-    element,
-    horizontal_axis,
-    label,
-    vertical_axis,
-)
+from launch.pages.svg import AxisScale, coordinate, drawing, element, horizontal_axis, label, vertical_axis
 from megalite.units import count, plain
 
 Column = np.ndarray  # of float64

@@ -10,13 +10,7 @@ from xml.etree.ElementTree import Element
 import numpy as np
 
 from launch.inspection.comparison import ComparedRun, Comparison, relative_differences
-from launch.inspection.comparison_report import (
-    differences_table,
-    options_table,
-    parts_table,
-    runs_table,
-    sentences,
-)
+from launch.inspection.comparison_report import differences_table, options_table, parts_table, runs_table, sentences
 from launch.inspection.page.run_curves import curves_section
 from launch.inspection.page.step_parts import COLOURS, stacked_bars
 from launch.output import Table, write_file

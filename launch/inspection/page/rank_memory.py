@@ -7,17 +7,7 @@ from xml.etree.ElementTree import Element
 
 from launch.inspection.page.findings import RunFindings
 from launch.pages.sections import PageSection, keys, number_table
-from launch.pages.svg import (
-    WIDE,
-    AxisScale,
-    BarRows,
-    Child,
-    at_both_widths,
-    bar,
-    drawing,
-    horizontal_axis,
-    line,
-)
+from launch.pages.svg import WIDE, AxisScale, BarRows, Child, at_both_widths, bar, drawing, horizontal_axis, line
 from launch.prediction.prediction import format_error
 from megalite.units import MIB, gib, plural
 

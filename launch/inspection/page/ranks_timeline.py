@@ -8,17 +8,7 @@ from xml.etree.ElementTree import Element
 from launch.inspection.page.findings import RunFindings
 from launch.inspection.page.step_parts import COLOURS
 from launch.pages.sections import PageSection, keys, number_table
-from launch.pages.svg import (
-    WIDE,
-    AxisScale,
-    Child,
-    at_both_widths,
-    bar,
-    drawing,
-    element,
-    horizontal_axis,
-    label,
-)
+from launch.pages.svg import WIDE, AxisScale, Child, at_both_widths, bar, drawing, element, horizontal_axis, label
 from megalite.monitor.steps.message_pairs import transfers
 from megalite.monitor.steps.parts import HOLDS_COLLECTIVES, OWN_WORK, PARTS, part_of
 from megalite.monitor.steps.timeline import RankTimeline, TimedNote

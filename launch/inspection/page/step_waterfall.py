@@ -9,18 +9,7 @@ from launch.inspection.page.findings import RunFindings
 from launch.inspection.why import prediction_table, sentences
 from launch.output import StyledCell
 from launch.pages.sections import PageSection, keys, number_table
-from launch.pages.svg import (
-    WIDE,
-    AxisScale,
-    BarRows,
-    Child,
-    at_both_widths,
-    bar,
-    drawing,
-    horizontal_axis,
-    line,
-    slug,
-)
+from launch.pages.svg import WIDE, AxisScale, BarRows, Child, at_both_widths, bar, drawing, horizontal_axis, line, slug
 from megalite.monitor.steps.predicted_parts import PartPair
 from megalite.units import percent, seconds
 

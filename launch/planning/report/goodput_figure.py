@@ -7,24 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from xml.etree.ElementTree import Element
 
-from launch.pages.svg import (
-    AxisScale,
-    bar,
-    coordinate,
-    drawing,
-    element,
-    horizontal_axis,
-    label,
-    line,
-    vertical_axis,
-)
+from launch.pages.svg import AxisScale, bar, coordinate, drawing, element, horizontal_axis, label, line, vertical_axis
 from megalite.planner.failure_rates import PUBLISHED_BAND
-from megalite.planner.reliability.goodput_model import (
-    JobScale,
-    Reliability,
-    at_scale,
-    goodput_against_interval,
-)
+from megalite.planner.reliability.goodput_model import JobScale, Reliability, at_scale, goodput_against_interval
 from megalite.units import duration, percent, plural, short
 
 WIDTH, HEIGHT = 470, 320

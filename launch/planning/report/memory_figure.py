@@ -5,18 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from xml.etree.ElementTree import Element
 
-from launch.pages.svg import (
-    WIDE,
-    AxisScale,
-    Child,
-    at_both_widths,
-    bar,
-    drawing,
-    label,
-    line,
-    slug,
-    vertical_axis,
-)
+from launch.pages.svg import WIDE, AxisScale, Child, at_both_widths, bar, drawing, label, line, slug, vertical_axis
 from megalite.planner.cost.memory import StageMemory
 from megalite.planner.workload import ParallelLayout
 from megalite.units import GIB, MIB, gib, percent

@@ -8,18 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from xml.etree.ElementTree import Element
 
-from launch.pages.svg import (
-    WIDE,
-    AxisScale,
-    Child,
-    at_both_widths,
-    bar,
-    drawing,
-    element,
-    label,
-    line,
-    slug,
-)
+from launch.pages.svg import WIDE, AxisScale, Child, at_both_widths, bar, drawing, element, label, line, slug
 from megalite.planner.cost.step_time import StepTime
 from megalite.planner.search import LayoutCandidate
 from megalite.schedules.passes import PassKind

@@ -4,18 +4,7 @@ from __future__ import annotations
 
 from xml.etree.ElementTree import Element
 
-from launch.pages.svg import (
-    WIDE,
-    AxisScale,
-    BarRows,
-    Child,
-    at_both_widths,
-    bar,
-    drawing,
-    horizontal_axis,
-    line,
-    slug,
-)
+from launch.pages.svg import WIDE, AxisScale, BarRows, Child, at_both_widths, bar, drawing, horizontal_axis, line, slug
 from megalite.planner.cost.step_time import StepTime
 from megalite.units import percent, seconds
 

@@ -13,13 +13,7 @@ from dataclasses import dataclass, replace
 from megalite.config import ModelConfig
 from megalite.planner.cost.activations import BlockWorkload, chunk_bytes
 from megalite.planner.cost.adapters import trained_numbers
-from megalite.planner.cost.communication_time import (
-    boundary_leaves_node,
-    boundary_s,
-    data_ring,
-    end_ring,
-    tensor_ring,
-)
+from megalite.planner.cost.communication_time import boundary_leaves_node, boundary_s, data_ring, end_ring, tensor_ring
 from megalite.planner.cost.layer_time import (
     LayerTime,
     Passes,
