@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -100,10 +100,14 @@ def test_every_choice_gives_the_tokens_of_the_exact_encoder(name: str, tmp_path:
     assert len(refusing.encode(TextPiece("one <think>", True, True, 0, "a.txt")).ids) > 3, "marks of FIM are no text"
 
 
+PARTING = cache(character_probe.parting_characters)
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory, with a tokenizer and rows of text."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(encoder_check, "parting_characters", PARTING)  # of one tokenizer they are always the same
     train_tokenizer([CODE], tmp_path / "tok", 400)
     monkeypatch.setattr("data_pipeline.prepare.plan._SMALLEST_UNIT", 1 << 13)
     lines = [json.dumps({"text": text}) for text in (*TEXTS.values(), *CODE.split("\n\n"))]
