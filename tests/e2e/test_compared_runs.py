@@ -16,10 +16,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_one_device_and_two_agree(
-    tiny: dict[str, Any],
-    references: References,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    tiny: dict[str, Any], references: References, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With real receipts and records: would catch a fact that a run does not write as the comparison reads it."""
     tiny["training"] |= {"steps": 8, "evaluation": {"interval": 4, "samples": 4}}

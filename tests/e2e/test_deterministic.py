@@ -28,11 +28,7 @@ def test_two_runs_of_one_config_are_equal_to_the_bit(
     """Would catch dropout masks that come from a clock or a process, and sums whose order does. The first run is forked
     warm and the second a command, so that nothing of their processes is alike, hash seeds neither."""
     tiny["model"] |= {"attention_dropout": 0.1, "residual_dropout": 0.1, "embedding_dropout": 0.1}
-    tiny["parallel"] = {
-        "tensor_parallel_size": tensor_parallel_size,
-        "data_parallel_size": 2,
-        "zero_stage": 2,
-    }
+    tiny["parallel"] = {"tensor_parallel_size": tensor_parallel_size, "data_parallel_size": 2, "zero_stage": 2}
     tiny["training"] |= {"deterministic": True, "evaluation": {"interval": 2, "samples": 4}}
     path = write_config(tmp_path / "c.yaml", tiny)
     records, checkpoints = [], []

@@ -76,10 +76,7 @@ def starts_no_ranks(words: list[str]) -> bool:
     """Whether the command only reads and prints, so that it can run inside this process."""
     read_only = words[1] in ("config", "plan", "place", "slurm", "k8s", "ray", "status", "ls", "trace") or words[
         1:3
-    ] == [
-        "checkpoint",
-        "ls",
-    ]
+    ] == ["checkpoint", "ls"]
     return Path(words[0]).name == "megalite" and (read_only or "--dry-run" in words)
 
 

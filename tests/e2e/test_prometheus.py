@@ -17,10 +17,7 @@ from tests.helpers.commands import ROOT, metrics
 from tests.helpers.prometheus_server import Server, prometheus_server, why_no_prometheus
 from tests.helpers.warm_runs import Session, pid_of, session
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(why_no_prometheus() is not None, reason=why_no_prometheus() or ""),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(why_no_prometheus() is not None, reason=why_no_prometheus() or "")]
 
 SCRAPED_S = 60.0
 SAVED = 6  # steps between saves

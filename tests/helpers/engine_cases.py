@@ -95,11 +95,7 @@ class Case:
                     **({"gradient_bucket_size": self.bucket} if self.bucket else {}),
                 },
                 "precision": {"dtype": self.dtype, "gradient_reduction_dtype": self.reduction},
-                "optimizer": {
-                    "name": self.optimizer,
-                    "learning_rate": self.learning_rate,
-                    **self.optimizer_options,
-                },
+                "optimizer": {"name": self.optimizer, "learning_rate": self.learning_rate, **self.optimizer_options},
                 "training": {
                     "global_batch_size": self.batch,
                     "micro_batch_size": self.micro_batch,

@@ -37,13 +37,7 @@ def write_single(
     try:
         files = write_blocks(temporary, "single", blocks())
         manifest = Manifest(
-            step=step,
-            written=now(),
-            config=config,
-            tokenizer=tokenizer,
-            state=state,
-            tensors=shapes,
-            files=files,
+            step=step, written=now(), config=config, tokenizer=tokenizer, state=state, tensors=shapes, files=files
         )
         commit(folder, manifest)
     finally:

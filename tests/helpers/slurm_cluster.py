@@ -77,11 +77,7 @@ class SlurmCluster:
         self.cluster = Cluster(n)
         self._n = n
         self._topology = topology
-        self._times = {
-            "node_timeout_s": node_timeout_s,
-            "kill_wait_s": kill_wait_s,
-            "requeue_delay_s": requeue_delay_s,
-        }
+        self._times = {"node_timeout_s": node_timeout_s, "kill_wait_s": kill_wait_s, "requeue_delay_s": requeue_delay_s}
         self._folder = Path()
 
     def __enter__(self) -> Self:

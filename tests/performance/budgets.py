@@ -108,10 +108,7 @@ STEPS = {
         {"all_reduce": 2, "reduce_scatter": 9, "all_gather": 9},
     ),
     "dp 2, guard of losses": StepBudget(
-        Case(dp=2, dtype="bf16"),
-        1,
-        {"all_reduce": 2, "reduce_scatter": 2, "all_gather": 2},
-        {"loss_spike": "skip"},
+        Case(dp=2, dtype="bf16"), 1, {"all_reduce": 2, "reduce_scatter": 2, "all_gather": 2}, {"loss_spike": "skip"}
     ),
     "dp 2, ZeRO-2": StepBudget(
         Case(dp=2, dtype="bf16", accumulation=4, zero=2), 4, {"all_reduce": 8, "all_gather": 2}, goal="0 syncs"

@@ -214,10 +214,7 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
         )
         for ending in (".txt", ".jsonl", ".json", ".csv", ".parquet", ".arrow", ".txt.gz", ".jsonl.zst")
     },
-    "twice.txt.gz": (
-        gzip.compress(gzip.compress(b"a")),
-        "holds gzip data again inside its gzip data: unpack",
-    ),
+    "twice.txt.gz": (gzip.compress(gzip.compress(b"a")), "holds gzip data again inside its gzip data: unpack"),
     "packed.jsonl": (gzip.compress(b'{"text": "a"}'), "packed.jsonl is a gzip file by its first bytes"),
     "packed.txt": (b"PAR1\x15\x04\xff\x00" * 9, "packed.txt is a Parquet file by its first bytes"),
     "rows.jsonl": (b"PAR1\x15\x04\xff\x00" * 9, "rows.jsonl is a Parquet file by its first bytes"),

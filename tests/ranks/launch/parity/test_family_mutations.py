@@ -23,13 +23,7 @@ FORWARD = "forward: the first layer whose output differs is model.layers."
 DEFECTS: list[tuple[Callable[[], None], str, ParityLayout, tuple[str, ...], str]] = [
     (family_defects.norm_of_heads_keeps_the_gradient_of_its_own, "qwen3", TP, ("tp",), "_norm.weight differs between"),
     (family_defects.norm_over_all_heads_sees_its_own, "olmo2", TP, ("tp",), FORWARD),
-    (
-        family_defects.router_keeps_the_gradient_of_its_own_part,
-        "mixtral",
-        TP,
-        ("tp",),
-        "gate.weight differs between",
-    ),
+    (family_defects.router_keeps_the_gradient_of_its_own_part, "mixtral", TP, ("tp",), "gate.weight differs between"),
     (family_defects.router_counts_each_expert_fully, "mixtral", ALONE, (), FORWARD),
     (family_defects.window_is_one_token_longer, "mistral", ALONE, (), FORWARD),
     (family_defects.blocks_are_counted_from_the_first_of_their_stage, "gemma3", PP, ("pp",), FORWARD),

@@ -88,13 +88,7 @@ DEFECTS: list[tuple[Callable[[], None], ParityLayout, tuple[str, ...], str, dict
         "backward: the forward pass agrees",
         {},
     ),
-    (
-        defects.weight_decay_on_norms,
-        ParityLayout(tp=2, dp=2),
-        (),
-        "one process alone fails",
-        {},
-    ),
+    (defects.weight_decay_on_norms, ParityLayout(tp=2, dp=2), (), "one process alone fails", {}),
     (
         defects.weight_decay_on_norms_under_zero_2,
         ParityLayout(dp=2, zero=2, recompute="full"),
@@ -130,13 +124,7 @@ DEFECTS: list[tuple[Callable[[], None], ParityLayout, tuple[str, ...], str, dict
         "backward: the forward pass agrees",
         {},
     ),
-    (
-        defects.schedule_is_ignored,
-        ParityLayout(dp=2, zero=2),
-        (),
-        "update: gradients and their norm agree",
-        {},
-    ),
+    (defects.schedule_is_ignored, ParityLayout(dp=2, zero=2), (), "update: gradients and their norm agree", {}),
     (
         defects.full_buckets_are_not_reduced,
         ParityLayout(tp=2, dp=2, zero=2),

@@ -66,11 +66,7 @@ def _policies(rank: int) -> None:
     assert run(guard, ".x.x") == [None, roll_back, None, roll_back]
     guard.rolled_back(early)
     saved = json.loads(json.dumps(guard.state()))  # what the checkpoint after a rollback holds
-    assert saved == early | {
-        "rollbacks": 2,
-        "rolled_back_at": [2, 4],
-        "history": [[2, "gradients"], [4, "gradients"]],
-    }
+    assert saved == early | {"rollbacks": 2, "rolled_back_at": [2, 4], "history": [[2, "gradients"], [4, "gradients"]]}
     assert run(guard, "x") == [stop], "a rollback must not forget how many there were"
     assert sentences[-1].startswith(
         "2 rollbacks within 1000 steps did not help; 0 steps skipped and 2 rollbacks in all"

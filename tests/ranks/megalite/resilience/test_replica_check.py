@@ -144,10 +144,7 @@ LAYOUTS = [
     ),
     Layout(Case(dp=3, zero=2), (Damage(1, MATRIX, (1,)), Damage(2, NORM, (2,)))),
     Layout(Case(dp=3, zero=2, dtype="bf16"), (Damage(0, MATRIX, (0,)),)),
-    Layout(
-        Case(tp=2, pp=2, accumulation=2, model=TIED),
-        (Damage(3, EMBEDDING, (1, 3)), Damage(0, NORM, (0, 1))),
-    ),
+    Layout(Case(tp=2, pp=2, accumulation=2, model=TIED), (Damage(3, EMBEDDING, (1, 3)), Damage(0, NORM, (0, 1)))),
     Layout(
         Case(tp=2, pp=2, accumulation=2, model=TIED, dtype="bf16"),
         (Damage(3, EMBEDDING, (1, 3)), Damage(0, NORM, (0, 1)), Damage(1, NORM, (0, 1), True)),
@@ -159,10 +156,7 @@ LAYOUTS = [
     # stages that the model passes twice hold the first and the last layer on one rank, and so the weight once
     Layout(Case(pp=2, accumulation=2, model=TIED, schedule="zb-v"), (Damage(0, EMBEDDING, ()),)),
     # ZeRO-3 holds a matrix once: no copy, no comparison
-    Layout(
-        Case(tp=2, dp=2, zero=3),
-        (Damage(3, MATRIX, ()), Damage(2, NORM, (2, 3)), Damage(1, NORM, (0, 1), True)),
-    ),
+    Layout(Case(tp=2, dp=2, zero=3), (Damage(3, MATRIX, ()), Damage(2, NORM, (2, 3)), Damage(1, NORM, (0, 1), True))),
     Layout(
         Case(tp=2, dp=2, zero=3, dtype="bf16"),
         (Damage(3, MATRIX, ()), Damage(2, NORM, (2, 3)), Damage(1, NORM, (0, 1), True)),

@@ -77,11 +77,7 @@ def test_the_plain_engine_notes_what_it_does_and_whom_it_may_wait_for() -> None:
             forward = backward = (0, 1) if zero == 3 else (rank,)
             # of vectors first, while backward goes on to the embedding, then of matrices, which is the one that is
             # kept; in the end all are waited for
-            reductions = [
-                ("reduce_gradients", 2, (0, 1)),
-                ("backward", 2, backward),
-                ("reduce_gradients", 2, (0, 1)),
-            ]
+            reductions = [("reduce_gradients", 2, (0, 1)), ("backward", 2, backward), ("reduce_gradients", 2, (0, 1))]
             assert noted == [
                 ("begin", None, (0, 1)),
                 ("begin", None, ()),

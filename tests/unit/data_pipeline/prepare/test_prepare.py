@@ -285,12 +285,7 @@ def test_a_dry_run_writes_nothing(tokenizer_folder: Path, tmp_path: Path) -> Non
     source = tmp_path / "a.txt"
     source.write_text("some text")
     summary = prepare([str(source)], tmp_path / "c", tokenizer_folder, dry_run=True)
-    assert (summary.dry_run, summary.source_count, summary.source_bytes, summary.dtype) == (
-        True,
-        1,
-        9,
-        "uint16",
-    )
+    assert (summary.dry_run, summary.source_count, summary.source_bytes, summary.dtype) == (True, 1, 9, "uint16")
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 
 

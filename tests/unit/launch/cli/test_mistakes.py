@@ -165,10 +165,7 @@ MISTAKES: dict[str, tuple[Change, list[str]]] = {
         ["lacks", "--force"],
     ),
     "run_dir in a folder of the kernel": (override("run_dir=/proc/runs"), ["run_dir /proc/runs cannot be written"]),
-    "data with its ending": (
-        lambda c, f: [f"data.path={c['data']['path']}.bin"],
-        [".bin"],
-    ),
+    "data with its ending": (lambda c, f: [f"data.path={c['data']['path']}.bin"], [".bin"]),
     "run_dir with checkpoints, not to be resumed": (
         lambda c, f: own_checkpoint()(c, f) or ["checkpoint.resume=false"],
         ["checkpoint.resume is false"],
@@ -324,10 +321,7 @@ OTHER_COMMANDS: dict[str, tuple[list[str], str]] = {
     "override with dashes": (["train", "c.yaml", "--training.steps=3"], "no dashes here: training.steps=3"),
     "missing argument": (["train"], "missing argument 'CONFIG.yaml'; see `megalite train --help`"),
     "unknown command": (["trian"], "no such command 'trian'. Did you mean 'train'"),
-    "unknown option": (
-        ["checkpoint", "ls", "--al", "x"],
-        "no such option: --al (Possible options: --help)",
-    ),
+    "unknown option": (["checkpoint", "ls", "--al", "x"], "no such option: --al (Possible options: --help)"),
     "value out of range": (["verify", "c.yaml", "--steps", "0"], "'--steps': Input should be greater than or equal"),
     "value of no list": (["verify", "c.yaml", "--reference", "x"], "'x' is not one of 'transformers', 'self'"),
     "option without its value": (["ls", "--depth"], "option '--depth' requires an argument"),

@@ -163,10 +163,7 @@ def test_each_stage_has_its_time() -> None:
         (("--forward-ms", "1,2"), "2 numbers for 4 stages: give one, or 4"),
         (("--backward-ms", "fast"), "give milliseconds"),
         (("--between-stages-ms", "-1"), "--between-stages-ms -1: give milliseconds of at least 0, such as 0.5\n"),
-        (
-            ("--weight-gradient-ms", "1"),
-            "is for schedules that split backward: leave it out, or add",
-        ),
+        (("--weight-gradient-ms", "1"), "is for schedules that split backward: leave it out, or add"),
         (
             ("--schedule", "all", "--weight-gradient-ms", "1e300"),
             "--weight-gradient-ms 1e300: the weight gradient is a part of the backward pass",

@@ -60,12 +60,7 @@ def make_run(tmp_path: Path) -> MakeRun:
             }
         )
         (folder / "config.yaml").write_text(config.to_yaml())
-        layout = {
-            "tensor_parallel_size": 2,
-            "pipeline_parallel_size": 1,
-            "data_parallel_size": 1,
-            "zero_stage": 1,
-        }
+        layout = {"tensor_parallel_size": 2, "pipeline_parallel_size": 1, "data_parallel_size": 1, "zero_stage": 1}
         host = socket.gethostname()
         (folder / "receipt.json").write_text(json.dumps({"layout": layout, "machine": {"host": host}}))
 

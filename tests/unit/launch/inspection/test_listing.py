@@ -109,11 +109,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_one_sentence(
-    mistake: str,
-    make_run: MakeRun,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    mistake: str, make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     make_run("good", ending="ended")
     monkeypatch.chdir(tmp_path)

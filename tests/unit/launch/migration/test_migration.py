@@ -249,9 +249,7 @@ def test_a_script_and_a_json_beside_it(tmp_path: Path) -> None:
     script = MEGATRON_DEEPSPEED[: MEGATRON_DEEPSPEED.index("cat <<EOT")] + "deepspeed pretrain_gpt.py $options\n"
     config = loaded(
         migrated(
-            tmp_path,
-            run_sh=script,
-            ds_json=json.dumps({"fp16": {"enabled": False}, "zero_optimization": {"stage": 2}}),
+            tmp_path, run_sh=script, ds_json=json.dumps({"fp16": {"enabled": False}, "zero_optimization": {"stage": 2}})
         )
     )
     assert config.parallel.zero_stage == 2

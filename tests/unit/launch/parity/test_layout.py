@@ -44,10 +44,7 @@ def test_a_layout_reads_as_it_is_written() -> None:
 def test_several_layouts() -> None:
     assert parse_layouts(
         " tp=2 , sequence_parallel ; dp=3,zero=3,recompute=full,accumulation=4;;tp=2,sequence_parallel"
-    ) == [
-        ParityLayout(tp=2, sequence_parallel=True),
-        ParityLayout(dp=3, zero=3, recompute="full", accumulation=4),
-    ]
+    ) == [ParityLayout(tp=2, sequence_parallel=True), ParityLayout(dp=3, zero=3, recompute="full", accumulation=4)]
 
 
 @pytest.mark.parametrize(

@@ -46,11 +46,7 @@ def test_fewer_gpus_are_taken_where_rules_refuse_all(tiny: dict[str, Any], monke
     ],
 )
 def test_numbers_of_ranks_on_a_cpu_go_with_what_is_stated(
-    tiny: dict[str, Any],
-    parallel: dict[str, int],
-    free: Any,
-    counts: list[int],
-    monkeypatch: pytest.MonkeyPatch,
+    tiny: dict[str, Any], parallel: dict[str, int], free: Any, counts: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(places, "cpu_count", lambda: 4)
     values = {"data_parallel_size": "auto"} | parallel

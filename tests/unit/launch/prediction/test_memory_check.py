@@ -14,12 +14,7 @@ import yaml
 from launch.errors import LaunchError
 from launch.prediction.auto_layout import ChosenLayout, _choose_for, choose_on
 from launch.prediction.device_facts import RankDevice
-from launch.prediction.memory_check import (
-    MARGIN,
-    MemoryForecast,
-    forecast_memory,
-    refuse_what_cannot_fit,
-)
+from launch.prediction.memory_check import MARGIN, MemoryForecast, forecast_memory, refuse_what_cannot_fit
 from launch.prediction.this_machine import ROUGH, UNMEASURED, describe_machine
 from launch.runtime.local_ranks import MALLOC_TUNABLES
 from launch.trainer.start.rank_devices import check_memory_of_ranks, format_devices
@@ -75,8 +70,7 @@ def test_what_is_needed_is_that_of_all_ranks_of_a_host(tiny: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize(
-    ("share", "words"),
-    [(0.85, None), (0.95, "it may not fit"), (1.1, "more than there is: the run may be killed")],
+    ("share", "words"), [(0.85, None), (0.95, "it may not fit"), (1.1, "more than there is: the run may be killed")]
 )
 def test_a_nearly_full_host_is_warned_of(tiny: dict[str, Any], share: float, words: str | None) -> None:
     config = config_of(tiny, data_parallel_size=2)

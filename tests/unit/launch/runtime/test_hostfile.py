@@ -192,11 +192,7 @@ def test_what_ranks_need_travels_and_secrets_do_so_in_private(tmp_path: Path) ->
     }
     files = [tmp_path / ".deepspeed_env", tmp_path / "nothing"]
     shown, private = forwarded_environment(variables, files, also=EXPORTED)
-    assert shown == {
-        "NCCL_DEBUG": "INFO",
-        "GLOO_SOCKET_IFNAME": "eth0",
-        "PYTHONHASHSEED": "1",
-    }
+    assert shown == {"NCCL_DEBUG": "INFO", "GLOO_SOCKET_IFNAME": "eth0", "PYTHONHASHSEED": "1"}
     assert private == {
         "NCCL_API_CANARY": "word",
         "TORCH_CPP_LOG_LEVEL": "eyJhbGciOiJIUzI1",

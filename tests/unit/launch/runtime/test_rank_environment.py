@@ -14,14 +14,7 @@ from pathlib import Path
 import pytest
 
 from launch.errors import LaunchError
-from launch.runtime.rank_environment import (
-    PRIVATE,
-    Rank,
-    is_rank,
-    read_rank,
-    take_private_environment,
-    this_rank,
-)
+from launch.runtime.rank_environment import PRIVATE, Rank, is_rank, read_rank, take_private_environment, this_rank
 from launch.runtime.slurm_step import first_host
 from tests.helpers.commands import ROOT
 

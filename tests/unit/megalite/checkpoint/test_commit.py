@@ -98,10 +98,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "file overwritten": (same_size_garbage, "single_000.safetensors"),
     "manifest of another program": (lambda f: (f / "manifest.json").write_text("{}"), "not a manifest"),
     "manifest not JSON": (lambda f: (f / "manifest.json").write_text("\x00"), "not a manifest"),
-    "path outside the folder": (
-        lambda f: forge(f, "single_000", "../single_000"),
-        "outside its folder",
-    ),
+    "path outside the folder": (lambda f: forge(f, "single_000", "../single_000"), "outside its folder"),
 }
 
 

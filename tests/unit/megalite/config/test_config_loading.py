@@ -140,11 +140,7 @@ def test_layers_need_not_divide_over_stages(minimal: Path, pipeline: int) -> Non
 
 def test_layout_on_a_world(minimal: Path) -> None:
     layout = resolve_layout(load_config(minimal, ["parallel.tensor_parallel_size=2"]), 8, "cpu")
-    assert (layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.data_parallel_size) == (
-        2,
-        1,
-        4,
-    )
+    assert (layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.data_parallel_size) == (2, 1, 4)
     assert (layout.world_size, layout.gradient_accumulation_steps, layout.zero_stage) == (8, 1, 1)
     assert layout.notices == ()
 

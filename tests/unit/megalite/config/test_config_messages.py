@@ -31,10 +31,7 @@ BAD_OVERRIDES = [
         ["recompute.mode is a list of length 2, but parallel.pipeline_parallel_size is 1: list a mode for each stage"],
     ),
     ("parallel.zero_stage=4", ["parallel.zero_stage must be 0, 1, 2, 3 or auto, got 4"]),
-    (
-        "parallel.data_parallel_size=x",
-        ["parallel.data_parallel_size must be a valid integer or auto, got 'x'"],
-    ),
+    ("parallel.data_parallel_size=x", ["parallel.data_parallel_size must be a valid integer or auto, got 'x'"]),
     ("model.hidden_size=-1", ["model.hidden_size must be greater than 0, got -1"]),
     ("model.hidden_size=3", ["model.hidden_size 3 is not a multiple of model.num_attention_heads 4"]),
     ("model.hidden_size=64.5", ["model.hidden_size must be a valid integer, got 64.5"]),
@@ -109,19 +106,10 @@ BAD_OVERRIDES = [
     ("deepspeed.zero_optimization.reduce_bucket_size=7", ["set parallel.gradient_bucket_size"]),
     ("deepspeed={zero_optimization:{stage:3}}", ['"stage:3" in its section zero_optimization: remove']),
     # the model and the layout
-    (
-        "model.hidden_size=66",
-        ["model.hidden_size 66", "num_attention_heads 4: use a hidden_size of 64 or 72"],
-    ),
+    ("model.hidden_size=66", ["model.hidden_size 66", "num_attention_heads 4: use a hidden_size of 64 or 72"]),
     ("model.head_dim=15", ["model.head_dim 15 is odd", "RoPE", "14 or 16"]),
-    (
-        "model.num_key_value_heads=3",
-        ["model.num_attention_heads 4", "num_key_value_heads 3", "use 2 or 4 kv"],
-    ),
-    (
-        "parallel.tensor_parallel_size=3",
-        ["model.num_attention_heads 4", "tensor_parallel_size 3", "of 2 or 4"],
-    ),
+    ("model.num_key_value_heads=3", ["model.num_attention_heads 4", "num_key_value_heads 3", "use 2 or 4 kv"]),
+    ("parallel.tensor_parallel_size=3", ["model.num_attention_heads 4", "tensor_parallel_size 3", "of 2 or 4"]),
     ("parallel.pipeline_parallel_size=6", ["pipeline_parallel_size 6", "num_hidden_layers 5", "at most 5"]),
     (
         "parallel.pipeline_parallel_size=2 parallel.zero_stage=3 parallel.pipeline_schedule=zb-v",
@@ -226,10 +214,7 @@ BAD_OVERRIDES = [
         "parallel.data_parallel_size=3",
         ["training.global_batch_size 8", "micro_batch_size 2 x data-parallel size 3 = 6", "of 6 or 12"],
     ),
-    (
-        "training.sequence_length=4096",
-        ["4096 is longer than model.max_position_embeddings 2048", "at most 2048"],
-    ),
+    ("training.sequence_length=4096", ["4096 is longer than model.max_position_embeddings 2048", "at most 2048"]),
     ("schedule.decay_steps=2", ["schedule.decay_steps 2", "schedule.name cosine", "use schedule.name wsd"]),
     (
         "schedule.name=wsd schedule.warmup_steps=5 schedule.decay_steps=6",
@@ -244,18 +229,12 @@ BAD_OVERRIDES = [
         "training.evaluation.interval=5 training.evaluation.samples=7",
         ["training.evaluation.samples 7", "micro_batch_size 2", "use 6 or 8 samples"],
     ),
-    (
-        "training.initialize_from=runs/tiny/checkpoints/step_00000010",
-        ["run's own run_dir", "another run_dir"],
-    ),
+    ("training.initialize_from=runs/tiny/checkpoints/step_00000010", ["run's own run_dir", "another run_dir"]),
     (
         "precision.gradient_accumulation_dtype=fp16",
         ["precision.gradient_accumulation_dtype fp16", "precision.dtype bf16", "use fp32 or bf16"],
     ),
-    (
-        "precision.dtype=fp32 precision.gradient_accumulation_dtype=bf16",
-        ["precision.dtype fp32: use fp32"],
-    ),
+    ("precision.dtype=fp32 precision.gradient_accumulation_dtype=bf16", ["precision.dtype fp32: use fp32"]),
     (
         "precision.gradient_reduction_dtype=fp16",
         ["precision.gradient_reduction_dtype fp16", "precision.dtype bf16", "use fp32 or bf16"],
@@ -291,10 +270,7 @@ BAD_OVERRIDES = [
     ("deepspeed.gradient_cliping=1", ['"deepspeed.gradient_cliping"', 'did you mean "training.gradient_clipping"?']),
     ("deepspeed.xyz=1", ['DeepSpeed 0.19 has no option "xyz": remove deepspeed.xyz']),
     ("guards.max_interventions=0", ["guards.max_interventions", "0"]),
-    (
-        "deepspeed.zero_optimization.mics_shard_size=2",
-        ["DeepSpeed 0.19 removed zero_optimization.mics_shard"],
-    ),
+    ("deepspeed.zero_optimization.mics_shard_size=2", ["DeepSpeed 0.19 removed zero_optimization.mics_shard"]),
     (
         "deepspeed.comms_logger.enabled=true",
         ["deepspeed.comms_logger cannot be set: it waits for the device", "beside computation", "monitor.profile"],
@@ -317,15 +293,9 @@ BAD_FILES = [
     ("model: &a {b: {c: *a}}\n", ["line 1: an alias contains itself"]),
     ("[" * 2000 + "]" * 2000, ["nested too deeply"]),
     ("model: !!python/object:os.system {}\n", ["line 1: not valid YAML: could not determine a constructor"]),
-    (
-        "seed: 1\nmodel:\n  a: 1\n  b: 2\n  a: 3\n",
-        ["line 5: model.a stands twice, first on line 3: remove one"],
-    ),
+    ("seed: 1\nmodel:\n  a: 1\n  b: 2\n  a: 3\n", ["line 5: model.a stands twice, first on line 3: remove one"]),
     ("1: 2\n", ["line 1: option names are words, got '1'"]),
-    (
-        "run_dir: x\nmodel:\n  vocab_size: 8\n  hiden_size: 8\n",
-        ["line 4: unknown", '"model.hidden_size"?', "more)"],
-    ),
+    ("run_dir: x\nmodel:\n  vocab_size: 8\n  hiden_size: 8\n", ["line 4: unknown", '"model.hidden_size"?', "more)"]),
     ("run_dir: x\nmodell: {}\n", ["line 2: unknown option", 'did you mean "model"? (and 2 more)']),
     ("run_dir: x\n", ["section model is required, with vocab_size, hidden_size"]),
     ("run_dir: x\n---\nrun_dir: y\n", ["line 2: not valid YAML: expected a single document"]),
@@ -348,12 +318,7 @@ BAD_WORLDS = [
         "cuda",
         ["makes 4 processes, but this run has 8: start 4, or set parallel.data_parallel_size to 4 or auto"],
     ),
-    (
-        "parallel.data_parallel_size=2 parallel.pipeline_parallel_size=2",
-        3,
-        "cpu",
-        ["but this run has 3: start 4"],
-    ),
+    ("parallel.data_parallel_size=2 parallel.pipeline_parallel_size=2", 3, "cpu", ["but this run has 3: start 4"]),
     ("", 3, "cpu", ["training.global_batch_size 8", "data-parallel size 3 = 6", "of 6 or 12"]),
     (
         "training.evaluation.interval=1 training.evaluation.samples=2",

@@ -12,12 +12,7 @@ from torch import Tensor, UntypedStorage, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megalite.config import ModelConfig
-from megalite.parallel.activation_offload import (
-    SMALLEST_BYTES,
-    ActivationOffload,
-    OffloadedStorage,
-    PlainCopies,
-)
+from megalite.parallel.activation_offload import SMALLEST_BYTES, ActivationOffload, OffloadedStorage, PlainCopies
 from megalite.parallel.collectives import TensorParallel
 from megalite.parallel.layers import BlockInput, SerialModel, make_layer
 from megalite.parallel.loss import head_loss

@@ -32,12 +32,7 @@ MODELS = {
     "uneven": DENSE,
     "tied": DENSE | {"tie_word_embeddings": True, "num_hidden_layers": 24},
     "experts here and there": DENSE
-    | {
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 512,
-        "mlp_only_layers": [0, 1, 5, 9],
-    },
+    | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512, "mlp_only_layers": [0, 1, 5, 9]},
 }
 MIXED = ("full", "selective", "none", "none", "none", "none")
 JOBS: dict[str, dict[str, Any]] = {

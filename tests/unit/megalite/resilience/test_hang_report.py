@@ -416,12 +416,7 @@ def test_any_answer_is_refused_or_explained(value: Any, place: str | int) -> Non
 
 def test_peers_are_the_ranks_that_a_group_of_torch_would_have() -> None:
     peers = Peers.of(PIPELINE, 5)  # stage 1, replica 0, tensor rank 1
-    assert peers == Peers(
-        everyone=tuple(range(8)),
-        tensor=(4, 5),
-        data=(5, 7),
-        stage=(4, 5, 6, 7),
-    )
+    assert peers == Peers(everyone=tuple(range(8)), tensor=(4, 5), data=(5, 7), stage=(4, 5, 6, 7))
     assert replace(Peers.of(PIPELINE, 1), everyone=NOBODY) == Peers(
         everyone=NOBODY, tensor=(0, 1), data=(1, 3), stage=(0, 1, 2, 3)
     )

@@ -165,10 +165,7 @@ def test_impossible_pipelines_are_named(
 
 def test_a_drawing_shows_the_timeline() -> None:
     timeline = simulate_schedule(Schedule.ONE_F_ONE_B, equal_stages(2, 1.0, 2.0), 2)
-    assert draw(timeline, columns=26) == [
-        "stage 0 0-1-....0===..1===",
-        "stage 1 ..0-0===1-1===....",
-    ]
+    assert draw(timeline, columns=26) == ["stage 0 0-1-....0===..1===", "stage 1 ..0-0===1-1===...."]
 
 
 def test_a_drawing_shows_each_chunk_of_a_stage() -> None:

@@ -273,10 +273,7 @@ INEXPRESSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "gemma3_text", "query_pre_attn_scalar": 2.5, **GEMMA3}, "query_pre_attn_scalar 2.5"),
     ({"model_type": "olmo3", "rope_local_base_freq": 5.0, **OLMO}, "rope_local_base_freq is"),
     ({"model_type": "starcoder2"}, "normalization rmsnorm is no starcoder2"),
-    (
-        {"model_type": "starcoder2", "normalization": "layernorm", "gated_mlp": False, "mlp_bias": True},
-        "use_bias",
-    ),
+    ({"model_type": "starcoder2", "normalization": "layernorm", "gated_mlp": False, "mlp_bias": True}, "use_bias"),
     ({"model_type": "mamba"}, "mamba"),
     ({"num_key_value_heads": 3}, "num_key_value_heads 3"),
     ({"head_dim": 7}, "head_dim 7"),

@@ -90,10 +90,7 @@ MISTAKES = [
     (["--run-as-user", "2147483648"], "the largest number of a user or group is 2147483647"),
     (["--secret-env", "HOME=b:c"], "megalite sets this variable itself"),
     (["--label", "app.kubernetes.io/instance=all"], "give --name instead"),
-    (
-        ["--label", f"team=hf_{'a1' * 17}"],
-        "--label team holds a Hugging Face token, which users of",
-    ),
+    (["--label", f"team=hf_{'a1' * 17}"], "--label team holds a Hugging Face token, which users of"),
     (["--data-claim", "corpora:/var/lib"], "/var/lib collides with /var/lib/megalite"),
 ]
 

@@ -21,7 +21,7 @@ BASELINE_CAPABILITIES = {
     *("SETGID", "SETPCAP", "SETUID", "SYS_CHROOT"),
 }
 RESTRICTED_VOLUMES = {
-    *("configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected", "secret"),
+    *("configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected", "secret")
 }
 SAFE_SYSCTLS = {"net.ipv4.ip_unprivileged_port_start", "net.ipv4.ping_group_range", "net.ipv4.tcp_keepalive_time"}
 

@@ -148,12 +148,7 @@ FAILURES: list[tuple[str, Change, str, str]] = [  # check, what is wrong with no
     ("room", fact("folders", **{"/tmp": {"bytes": 4096, "files": 9}}), "nothing is free in /tmp", "free some"),
     ("room", fact("folders", **{str(RUN): {"bytes": GIB, "files": 0}}), "nothing is free in /shared/run", "free some"),
     ("room", fact("folders", **{str(RUN): None}), "/shared/run does not answer", "look at its file system"),
-    (
-        "compile locks",
-        fact("locks", to=[lock(None)]),
-        "compiler left 5 min ago",
-        "rm /cache/py311/fused_adam/lock",
-    ),
+    ("compile locks", fact("locks", to=[lock(None)]), "compiler left 5 min ago", "rm /cache/py311/fused_adam/lock"),
 ]
 WARNINGS: list[tuple[str, Change, str]] = [
     ("python", fact("python", to="3.11.9"), "Python 3.11.9"),

@@ -337,10 +337,7 @@ def test_every_part_of_a_step_is_known_to_the_waterfall(llama: SearchResult) -> 
 
 @pytest.mark.parametrize(
     ("model", "layout", "sequences"),
-    [
-        (MODEL, ParallelLayout(8, 1, 1), 4),
-        (MODEL, ParallelLayout(1, 1, 5), 5),
-    ],
+    [(MODEL, ParallelLayout(8, 1, 1), 4), (MODEL, ParallelLayout(1, 1, 5), 5)],
     ids=["one stage", "part of a node"],
 )
 def test_other_shapes_of_plans_are_drawn(

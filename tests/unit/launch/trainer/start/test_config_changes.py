@@ -83,10 +83,7 @@ def test_an_option_that_a_checkpoint_does_not_name_had_its_default(tiny: dict[st
     assert changes_since(manifest_of(old), Config.model_validate(tiny)) == ()
     after = changed(tiny, optimizer={"weight_decay": 0.5}, data={"document_mask": True})
     found = changes_since(manifest_of(old), Config.model_validate(after))
-    assert found == (
-        OptionChange("data.document_mask", False, True),
-        OptionChange("optimizer.weight_decay", 0.1, 0.5),
-    )
+    assert found == (OptionChange("data.document_mask", False, True), OptionChange("optimizer.weight_decay", 0.1, 0.5))
 
 
 def test_defaults_that_have_changed_since_are_those_of_their_time(tiny: dict[str, Any]) -> None:

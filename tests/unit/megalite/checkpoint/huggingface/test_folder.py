@@ -14,12 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.huggingface import folder as hugging_face
-from megalite.checkpoint.huggingface.folder import (
-    WEIGHTS,
-    HuggingFaceFolder,
-    row_blocks,
-    write_weights,
-)
+from megalite.checkpoint.huggingface.folder import WEIGHTS, HuggingFaceFolder, row_blocks, write_weights
 from megalite.checkpoint.huggingface.safetensors_writer import Entry
 from tests.helpers.hub_models import HUB_MODELS
 
@@ -152,11 +147,7 @@ SHARDED: list[tuple[str, Callable[[Path], object], str]] = [
     ids=[case[0] for case in SINGLE + SHARDED],
 )
 def test_a_bad_folder_is_refused_in_one_sentence(
-    tmp_path: Path,
-    weights: dict[str, torch.Tensor],
-    max_shard_size: str,
-    spoil: Callable[[Path], object],
-    says: str,
+    tmp_path: Path, weights: dict[str, torch.Tensor], max_shard_size: str, spoil: Callable[[Path], object], says: str
 ) -> None:
     spoil(LLAMA.save(tmp_path / "hf", max_shard_size=max_shard_size))
     with pytest.raises(CheckpointError, match=says) as caught:

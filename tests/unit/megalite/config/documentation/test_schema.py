@@ -173,11 +173,7 @@ def test_options_chosen_with_the_layout_may_be_left_out(parallel: Any) -> None:
     assert not validator().is_valid(config) and loads(config) is None
 
 
-@pytest.mark.parametrize(
-    "path",
-    [*refused_keys(), *((name,) for name in sorted(PASSED_ON)), REORDERING],
-    ids=str,
-)
+@pytest.mark.parametrize("path", [*refused_keys(), *((name,) for name in sorted(PASSED_ON)), REORDERING], ids=str)
 @pytest.mark.parametrize("value", [None, False, True, 2, {}, {"zebra": 1}], ids=str)
 def test_schema_and_loading_agree_about_deepspeeds_keys(path: OptionPath, value: Any) -> None:
     config = config_with(("deepspeed", *path), value)

@@ -244,10 +244,7 @@ RULES = {
         f"{key} has no effect": ({"zero_optimization": {key: True}}, {"zero_optimization": {key: False}})
         for key in OF_DEEPSPEEDS_REDUCTION
     },
-    "zenflow": (
-        {"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}},
-        {"zero_optimization": {"zenflow": None}},
-    ),
+    "zenflow": ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, {"zero_optimization": {"zenflow": None}}),
     "offload_optimizer.ratio": (
         {"zero_optimization": {"offload_optimizer": {"ratio": 0.5}}},
         {"zero_optimization": {"offload_optimizer": {"ratio": 1.0}}},

@@ -24,10 +24,7 @@ EAGER: list[tuple[dict[str, Any], str]] = [
     ({"offload.activations": "cpu"}, "offload.activations cpu"),
     ({"model.residual_dropout": 0.1}, "dropout in the model"),
     ({"model.attention_dropout": 0.1}, "dropout in the model"),
-    (
-        {"model.num_experts": 4, "model.num_experts_per_tok": 2, "model.moe_intermediate_size": 32},
-        "model.num_experts",
-    ),
+    ({"model.num_experts": 4, "model.num_experts_per_tok": 2, "model.moe_intermediate_size": 32}, "model.num_experts"),
 ]
 
 

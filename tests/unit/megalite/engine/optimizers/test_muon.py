@@ -11,13 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megalite.engine.deepspeed.internals import FlatGroup
-from megalite.engine.optimizers.muon import (
-    OwnPartition,
-    is_orthogonalized,
-    newton_schulz,
-    orthogonalized,
-    rate_factor,
-)
+from megalite.engine.optimizers.muon import OwnPartition, is_orthogonalized, newton_schulz, orthogonalized, rate_factor
 from megalite.parallel.shard import Shard
 
 

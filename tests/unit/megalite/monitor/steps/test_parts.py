@@ -7,13 +7,7 @@ from typing import Any
 
 import pytest
 
-from megalite.monitor.steps.messages import (
-    Interval,
-    MessageKey,
-    Messages,
-    waited_to_receive,
-    waited_to_send,
-)
+from megalite.monitor.steps.messages import Interval, MessageKey, Messages, waited_to_receive, waited_to_send
 from megalite.monitor.steps.parts import PARTS, communication_share, parts_of
 from megalite.monitor.steps.timeline import spans
 from megalite.tracing.activity import Note, Operation, Phase

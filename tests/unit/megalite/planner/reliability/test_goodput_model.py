@@ -41,11 +41,7 @@ from megalite.planner.failure_rates import (
     rate_of_count,
     rate_of_mtbf,
 )
-from megalite.planner.reliability.goodput_model import (
-    Reliability,
-    at_scale,
-    goodput_against_interval,
-)
+from megalite.planner.reliability.goodput_model import Reliability, at_scale, goodput_against_interval
 
 PUBLISHED = Path(__file__).parents[5] / "benchmarks" / "published"
 RATE = {row.system: row.rate_per_1000_node_days for row in OBSERVATIONS}

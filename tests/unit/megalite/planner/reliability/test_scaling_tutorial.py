@@ -63,8 +63,7 @@ def test_the_checkpoint_is_as_printed() -> None:
 
 
 @pytest.mark.parametrize(
-    "words",
-    ["16.74 h, 43.0 failures", "equal", "33.5 to 50.95 h, 1.52x, not 2x", "779 GPUs", "72.37%"],
+    "words", ["16.74 h, 43.0 failures", "equal", "33.5 to 50.95 h, 1.52x, not 2x", "779 GPUs", "72.37%"]
 )
 def test_the_exercises_have_the_printed_answers(words: str) -> None:
     assert sum(words in exercise.answer for exercise in tutorial.exercises()) == 1
