@@ -21,6 +21,7 @@ from hypothesis import settings
 
 from tests.helpers import durations
 from tests.helpers.house import limits
+from tests.helpers.sizes import TINY_SIZES, VOCAB_SIZE
 
 # before numpy and torch are imported: tests, workers and ranks share few cores, where a second thread only spins
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -36,7 +37,6 @@ BUDGET_S = {tier: limits()[f"worker-seconds, {tier}"] for tier in TIMEOUT_S}
 """Sum of the times of a tier's tests, over all workers, beyond which a run fails: some third more than they take where
 three workers share two cores and nobody else computes."""
 
-VOCAB_SIZE = 320
 
 _seconds: Counter[str] = Counter()  # by test; set up, call and tear down
 
@@ -148,15 +148,7 @@ def tiny(corpus: Path, tmp_path: Path) -> dict[str, Any]:
     """A config, as YAML holds it, of a model that steps in milliseconds."""
     return {
         "run_dir": str(tmp_path / "run"),
-        "model": {
-            "vocab_size": VOCAB_SIZE,
-            "hidden_size": 32,
-            "intermediate_size": 50,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 128,
-        },
+        "model": dict(TINY_SIZES),
         "data": {"path": str(corpus), "held_out_fraction": 0.3},
         "precision": {"dtype": "fp32"},
         "training": {"global_batch_size": 4, "micro_batch_size": 2, "sequence_length": 32, "steps": 4},

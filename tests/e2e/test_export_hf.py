@@ -25,15 +25,9 @@ from megalite.checkpoint.manifest import step_folder
 from megalite.config import Config
 from tests.helpers.process_table import command_line
 from tests.helpers.single_rank import write_single
+from tests.helpers.sizes import ODD_SIZES
 
-MODEL = {
-    "vocab_size": 131,
-    "hidden_size": 48,
-    "intermediate_size": 101,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+MODEL = ODD_SIZES | {"num_hidden_layers": 2, "num_key_value_heads": 2}
 STEPS = 9
 
 

@@ -17,12 +17,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
+from tests.helpers.sizes import ODD_SIZES
+
 SIZES: dict[str, Any] = {
-    "vocab_size": 131,
-    "hidden_size": 48,
-    "intermediate_size": 101,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
+    **ODD_SIZES,
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
     "bos_token_id": 1,

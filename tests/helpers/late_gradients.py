@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor, nn
 
 from megalite.parallel.weight_gradients import PutOffProduct, root_of_weight_gradients
+from tests.helpers.sizes import ODD_SIZES
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 131,
-    "hidden_size": 48,
-    "intermediate_size": 101,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "initializer_range": 0.2,
-}
+SIZES = ODD_SIZES | {"num_hidden_layers": 2, "initializer_range": 0.2}
 
 
 def late_gradients(products: list[PutOffProduct]) -> dict[nn.Parameter, Tensor]:

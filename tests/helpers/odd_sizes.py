@@ -18,15 +18,9 @@ from launch.parity.verify import Plan, References
 from megalite.config import Config
 from megalite.config.rules.pipeline import SPLITS_BACKWARD
 from megalite.config.sections import PipelineSchedule
+from tests.helpers.sizes import ODD_SIZES
 
-MODEL: dict[str, Any] = {
-    "vocab_size": 131,
-    "hidden_size": 48,
-    "intermediate_size": 101,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+MODEL = ODD_SIZES | {"num_hidden_layers": 5, "num_key_value_heads": 2}
 
 
 DEEP = {"num_hidden_layers": 9, "hidden_size": 24, "intermediate_size": 53}

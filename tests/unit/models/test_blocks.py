@@ -16,17 +16,11 @@ from megalite.parallel.collectives import TensorParallel
 from megalite.parallel.layers import BlockInput, LayerSpec, SerialModel, make_layer, named_shards
 from megalite.parallel.loss import head_logits, head_loss
 from models.decoder import DecoderBlock, PositionEmbedding, TokenEmbedding, decoder_layers
+from tests.helpers.sizes import ODD_SIZES
 
 SERIAL = TensorParallel()
 SEQ = 33
-SIZES: dict[str, Any] = {
-    "vocab_size": 131,
-    "hidden_size": 48,
-    "intermediate_size": 101,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 40,
-}
+SIZES = ODD_SIZES | {"max_position_embeddings": 40}
 SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
 GEMMA2 = {
     "norm_placement": "pre_and_post",

@@ -19,16 +19,9 @@ from models.attention import rotated_heads
 from models.attention_masks import document_mask
 from models.decoder import decoder_layers
 from models.feed_forward import swiglu
+from tests.helpers.sizes import ODD_SIZES
 
-MODEL = ModelConfig(
-    vocab_size=131,
-    hidden_size=48,
-    intermediate_size=101,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    initializer_range=0.1,
-)
+MODEL = ModelConfig(**ODD_SIZES, num_key_value_heads=2, initializer_range=0.1)
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:

@@ -18,19 +18,11 @@ from megalite.parallel.loss import head_logits, head_loss
 from models.decoder import decoder_layers
 from models.families import family, model_config
 from tests.helpers.hub_models import HubModel
+from tests.helpers.sizes import ODD_SIZES
 
 SERIAL = TensorParallel()
 ALL = {"attention_dropout": 0.2, "residual_dropout": 0.1, "embedding_dropout": 0.15}
-MODEL = ModelConfig(
-    vocab_size=131,
-    hidden_size=48,
-    intermediate_size=101,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    initializer_range=0.1,
-    **ALL,
-)
+MODEL = ModelConfig(**ODD_SIZES, num_key_value_heads=2, initializer_range=0.1, **ALL)
 DRAWS = 1500  # losses of one sequence under as many masks
 STANDARD_ERRORS = 4.0
 

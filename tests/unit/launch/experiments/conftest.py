@@ -11,6 +11,7 @@ import pytest
 
 from megalite.config import Config
 from megalite.monitor.steps.parts import PARTS
+from tests.helpers.sizes import TINY_SIZES
 
 MeasuredRun = Callable[..., Path]
 
@@ -31,15 +32,7 @@ def write_measured_run(
     folder.mkdir(parents=True)
     values: dict[str, Any] = {
         "run_dir": str(folder),
-        "model": {
-            "vocab_size": 320,
-            "hidden_size": 32,
-            "intermediate_size": 50,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 128,
-        },
+        "model": TINY_SIZES,
         "data": {"path": "unused"},
         "precision": {"dtype": "fp32"},
         "parallel": {"data_parallel_size": data_parallel_size},

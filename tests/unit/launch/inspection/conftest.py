@@ -14,6 +14,7 @@ import pytest
 from launch.runtime.run_lock import LOCK
 from megalite.config import Config
 from tests.helpers.attempts import save
+from tests.helpers.sizes import TINY_SIZES
 
 MakeRun = Callable[..., Path]
 EVALUATION_S = 400.0
@@ -39,15 +40,7 @@ def make_run(tmp_path: Path) -> MakeRun:
         config = Config.model_validate(
             {
                 "run_dir": str(folder),
-                "model": {
-                    "vocab_size": 320,
-                    "hidden_size": 32,
-                    "intermediate_size": 50,
-                    "num_hidden_layers": 3,
-                    "num_attention_heads": 4,
-                    "num_key_value_heads": 2,
-                    "max_position_embeddings": 128,
-                },
+                "model": TINY_SIZES,
                 "data": {"path": "unused"},
                 "precision": {"dtype": "fp32"},
                 "training": {

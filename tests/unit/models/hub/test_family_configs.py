@@ -19,14 +19,7 @@ from models.families import FAMILIES, family, hf_config, model_config
 from models.hub.config_parts import FamilyError
 from tests.helpers.hub_configs import HUB_CONFIGS
 from tests.helpers.hub_models import HUB_MODELS, LINEAR, HubModel, longrope
-
-SIZES: dict[str, Any] = {
-    "vocab_size": 131,
-    "hidden_size": 48,
-    "intermediate_size": 101,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-}
+from tests.helpers.sizes import ODD_SIZES
 
 LENGTH = {"original_max_position_embeddings": 16}
 SLIDING = "sliding_attention"
@@ -61,7 +54,7 @@ def test_config_goes_to_ours_and_back_unchanged(hub_model: HubModel) -> None:
 
 def test_a_written_config_has_the_keys_of_transformers_4_and_5() -> None:
     """transformers 4.57 reads a v5-only config.json as rope_theta 10000, without a word."""
-    written = hf_config(ModelConfig(**SIZES, rope_theta=5e5), "bf16")
+    written = hf_config(ModelConfig(**ODD_SIZES, rope_theta=5e5), "bf16")
     assert written["rope_theta"] == written["rope_parameters"]["rope_theta"] == 5e5
     assert written["torch_dtype"] == written["dtype"] == "bfloat16"
     assert written["eos_token_id"] is None  # or transformers would stop at its own vocabulary's
@@ -88,7 +81,7 @@ def test_a_missing_key_means_what_it_means_to_transformers(model_type: str) -> N
         assert expected == value or (key == "sliding_window" and expected is None), key
     for key, value in known.must_be.items():
         assert getattr(theirs, key, value) in (value, None), key
-    sizes = {known.all_keys[option]: value for option, value in SIZES.items() if option in known.all_keys}
+    sizes = {known.all_keys[option]: value for option, value in ODD_SIZES.items() if option in known.all_keys}
     said = transformers.AutoConfig.for_model(model_type, **sizes).to_dict()
     if model_type == "phi3":
         said["rope_parameters"].pop("original_max_position_embeddings", None)
@@ -114,7 +107,7 @@ LLAMA3 = {**LINEAR, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_fa
 
 def test_layers_without_experts_come_back_as_they_were_spelled() -> None:
     """A step and a list say it in config.json, one list in ours; what ours no longer says is written as a list."""
-    original = SIZES | QWEN3_MOE | {"decoder_sparse_step": 3, "mlp_only_layers": [2]}
+    original = ODD_SIZES | QWEN3_MOE | {"decoder_sparse_step": 3, "mlp_only_layers": [2]}
     model = ModelConfig(**model_config(original))
     assert model.mlp_only_layers == (0, 1, 2, 3)
     carried = family("qwen3_moe").carried(original)
@@ -126,7 +119,7 @@ def test_layers_without_experts_come_back_as_they_were_spelled() -> None:
 
 def test_mistral_with_layer_types_is_ministral_as_transformers_reads_it(tmp_path: Path) -> None:
     types = ["full_attention", "sliding_attention", "full_attention"]
-    written = SIZES | {
+    written = ODD_SIZES | {
         "model_type": "mistral",
         "num_key_value_heads": 2,
         "layer_types": types,
@@ -165,7 +158,7 @@ SAME_TWICE: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("one", "other"), SAME_TWICE, ids=[str(one)[:60] for one, _ in SAME_TWICE])
 def test_spellings_of_one_model(one: dict[str, Any], other: dict[str, Any]) -> None:
-    plain = {**SIZES, "model_type": "llama"}
+    plain = {**ODD_SIZES, "model_type": "llama"}
     assert model_config(plain | one) == model_config(plain | other)
 
 
@@ -217,7 +210,7 @@ REFUSED_CONFIGS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("change", "named"), REFUSED_CONFIGS, ids=[str(change)[:50] for change, _ in REFUSED_CONFIGS])
 def test_a_config_we_cannot_compute_exactly_is_refused_by_name(change: dict[str, Any], named: str) -> None:
-    plain = {**SIZES, "model_type": "llama"}
+    plain = {**ODD_SIZES, "model_type": "llama"}
     with pytest.raises(FamilyError) as caught:
         model_config(plain | change)
     assert named in str(caught.value) and "\n" not in str(caught.value)
@@ -225,7 +218,7 @@ def test_a_config_we_cannot_compute_exactly_is_refused_by_name(change: dict[str,
 
 def test_a_size_that_is_missing_is_named() -> None:
     with pytest.raises(FamilyError, match="vocab_size"):
-        model_config({key: value for key, value in SIZES.items() if key != "vocab_size"} | {"model_type": "llama"})
+        model_config({key: value for key, value in ODD_SIZES.items() if key != "vocab_size"} | {"model_type": "llama"})
 
 
 JUNK = [None, True, -1, 0, 3, 0.5, 1e400, "three", [], ["three"], [None], [2, -7], {}, {"factor": []}, {"type": [1]}]
@@ -283,5 +276,5 @@ INEXPRESSIBLE: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("change", "named"), INEXPRESSIBLE, ids=[named for _, named in INEXPRESSIBLE])
 def test_a_model_its_family_cannot_express_is_refused(change: dict[str, Any], named: str) -> None:
     with pytest.raises(FamilyError) as caught:
-        hf_config(ModelConfig(**(SIZES | change)), "fp32")
+        hf_config(ModelConfig(**(ODD_SIZES | change)), "fp32")
     assert named in str(caught.value) and "\n" not in str(caught.value)

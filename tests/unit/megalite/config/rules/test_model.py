@@ -11,14 +11,8 @@ import pytest
 from megalite.config import ConfigError, ModelConfig, load_config
 from megalite.config.rules.model import problem_with_model
 from megalite.config.rules.rules import check_rules
+from tests.helpers.sizes import ODD_SIZES
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 131,
-    "hidden_size": 48,
-    "intermediate_size": 101,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-}
 EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 29}
 SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
 LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4}
@@ -122,13 +116,13 @@ BROKEN: list[tuple[dict[str, Any], list[str], dict[str, Any]]] = [
 def test_a_contradiction_is_one_sentence_with_a_remedy_that_works(
     options: dict[str, Any], fragments: list[str], remedy: dict[str, Any]
 ) -> None:
-    sentence = problem_with_model(ModelConfig.model_validate(SIZES | options))
+    sentence = problem_with_model(ModelConfig.model_validate(ODD_SIZES | options))
     assert sentence is not None and sentence.startswith("model.") and "\n" not in sentence
     position = 0
     for fragment in fragments:
         assert fragment in sentence[position:], f"{fragment!r} is not in (the rest of) {sentence!r}"
         position = sentence.index(fragment, position) + len(fragment)
-    assert problem_with_model(ModelConfig.model_validate(SIZES | options | remedy)) is None
+    assert problem_with_model(ModelConfig.model_validate(ODD_SIZES | options | remedy)) is None
 
 
 @pytest.mark.parametrize(
@@ -146,7 +140,7 @@ def test_a_contradiction_is_one_sentence_with_a_remedy_that_works(
     ids=str,
 )
 def test_what_transformers_computes_is_no_contradiction(options: dict[str, Any]) -> None:
-    model = ModelConfig.model_validate(SIZES | options)
+    model = ModelConfig.model_validate(ODD_SIZES | options)
     assert problem_with_model(model) is None
     assert problem_with_model(ModelConfig.model_validate(model.model_dump())) is None  # every option said
 
@@ -162,7 +156,7 @@ def test_balance_losses_are_for_models_with_experts(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     values: dict[str, Any] = {
         "run_dir": "unused",
-        "model": SIZES,
+        "model": ODD_SIZES,
         "data": {"path": "unused"},
         "optimizer": {"learning_rate": 0.001},
         "training": {"global_batch_size": 4, "micro_batch_size": 2, "sequence_length": 33, "steps": 1},
@@ -171,7 +165,7 @@ def test_balance_losses_are_for_models_with_experts(tmp_path: Path) -> None:
     path.write_text(json.dumps(values))
     with pytest.raises(ConfigError, match=r"router\.z_loss 0\.1 is about experts, but model\.num_experts is null"):
         check_rules(load_config(path, []), 1, "cpu")
-    values["model"] = SIZES | EXPERTS
+    values["model"] = ODD_SIZES | EXPERTS
     path.write_text(json.dumps(values))
     check_rules(load_config(path, []), 1, "cpu")
     values["training"]["router"], values["checkpoint"] = {"bias_rate": 0.01}, {"export_hf": "last"}
