@@ -8,7 +8,9 @@ of another format are stored in fp32, so that a run may go on with either.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -135,22 +137,37 @@ def load_engine(engine: Engine, reader: WeightReader, *, weights_only: bool) -> 
         pieces = list(shard.pieces_of_range(*written_range(parameter)))
         own = moments_of(parameter, engine.config.optimizer.name) if moments else ()
         for kind in (WEIGHT, *own):
-
-            def fill(numbers: Tensor, kind: str = kind, pieces: list[RangePiece] = pieces) -> None:
-                for piece in pieces:
-                    reader.fill(piece.of(numbers), piece.name, piece.source, kind)
-                    if weights_only and not bool(piece.of(numbers).isfinite().all()):
-                        raise CheckpointError(
-                            f"{reader.folder}: {piece.name} holds NaN or infinite numbers, from which no step can "
-                            "begin: give intact weights as training.initialize_from"
-                        )
-
+            fill = partial(_fill, reader, pieces, kind, parameter.dtype, weights_only)
             write_own_numbers(parameter, kind, fill)
         engine.activity.progress()
     refresh(engine)
     _load_biases(engine, reader)
     if checkpoint is not None:
         set_loss_scaler_state(engine.deepspeed.optimizer, checkpoint.manifest.loss_scaler)
+
+
+def _fill(
+    reader: WeightReader, pieces: list[RangePiece], kind: str, dtype: torch.dtype, weights_only: bool, numbers: Tensor
+) -> None:
+    """Reads pieces of a parameter that computes in `dtype`. Raises CheckpointError for numbers that do not compute."""
+    for piece in pieces:
+        loaded = piece.of(numbers)
+        reader.fill(loaded, piece.name, piece.source, kind)
+        if kind != WEIGHT or bool(torch.stack(loaded.aminmax()).to(dtype).isfinite().all()):
+            continue
+        stored = torch.empty(loaded.shape)  # `loaded` is of another format where the parameter is frozen
+        reader.fill(stored, piece.name, piece.source)
+        largest, where = float(stored.flatten()[stored.abs().argmax()]), f"{reader.folder}: {piece.name} holds"
+        if math.isfinite(largest):
+            limit = torch.finfo(dtype).max
+            raise CheckpointError(
+                f"{where} {largest:g}, and fp16 ends at {limit:g}: set precision.dtype to bf16 or fp32"
+            )
+        if weights_only:
+            raise CheckpointError(
+                f"{where} NaN or infinite numbers, from which no step can begin: give intact weights as "
+                "training.initialize_from"
+            )
 
 
 def _load_biases(engine: Engine, reader: WeightReader) -> None:

@@ -23,6 +23,7 @@ from launch.errors import LaunchError
 from megalite.checkpoint.huggingface.folder import row_blocks
 from megalite.checkpoint.manifest import Slices
 from megalite.checkpoint.reader import CheckpointReader
+from megalite.config.errors import one_line
 
 
 class Stream:
@@ -33,16 +34,19 @@ class Stream:
         self._what, self._total, self._report = f"writing {target}", total_bytes, report
         self._buffer = _ReusedBuffer()
         self.bytes = 0  # yielded so far
-        self.not_finite: list[str] = []  # names of tensors with NaN or infinity
+        self.strange: dict[str, str] = {}  # names of tensors with NaN or infinity, and what they hold
 
     def blocks(self, read: Read, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[Tensor]:
         """Yields the tensor `name` in row-major order. A block is valid only until the next one is requested."""
         for source in row_blocks(shape, 4):
-            numbers = read(name, source)
+            numbers = stored = read(name, source)
             if numbers.dtype != dtype or not numbers.is_contiguous():
                 numbers = self._buffer.view(numbers.shape, dtype).copy_(numbers)
-            if not _is_finite(numbers) and name not in self.not_finite:
-                self.not_finite.append(name)
+            if not _is_finite(numbers) and name not in self.strange:
+                self.strange[name] = "holds NaN or infinite numbers: the model computes nothing of use"
+                if _is_finite(stored):
+                    largest, form = float(stored.flatten()[stored.abs().argmax()]), str(dtype).removeprefix("torch.")
+                    self.strange[name] = f"holds {largest:g}, which is too large for {form}: take another --dtype"
             yield numbers
             self.bytes += numbers.nbytes
             self._report(self._what, self.bytes, self._total)
@@ -50,10 +54,8 @@ class Stream:
     @property
     def notices(self) -> tuple[str, ...]:
         """Warnings about the values of the weights."""
-        if not self.not_finite:
-            return ()
-        more = f" and {len(self.not_finite) - 1} more tensors hold" if len(self.not_finite) > 1 else " holds"
-        return (f"{self.not_finite[0]}{more} NaN or infinite numbers: the model computes nothing of use",)
+        problems = [f"{name} {what}" for name, what in self.strange.items()]
+        return (one_line(problems),) if problems else ()
 
 
 def _is_finite(numbers: Tensor) -> bool:
@@ -103,7 +105,7 @@ def convert(
     with PeakMemory() as peak, one_thread():
         write(stream)
     seconds = time.monotonic() - started
-    if validate is not None and stream.not_finite:
+    if validate is not None and stream.strange:
         raise LaunchError(f"{what} {stream.notices[0]}, so nothing was written; --no-validate converts it as it is")
     validation = Validation() if validate is None else validate()
     both = {each.name: getattr(plan, each.name) for each in fields(ConvertSummary) if hasattr(plan, each.name)}

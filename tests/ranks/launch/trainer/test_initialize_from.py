@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 from safetensors.torch import load_file, save_file
 
 from data_pipeline.tokenizers.training import train_tokenizer
@@ -110,22 +113,32 @@ def test_every_layout_starts_with_transformers_weights_and_loss(ranks: int, fold
             assert np.array_equal(value, whole.numpy()), f"{hub_model}, {case}: {name}"
 
 
-def refused(rank: int, folder: Path) -> str:
+def refused(rank: int, folder: Path, dtype: str) -> str:
     hub = open_model_folder(folder)
-    with pytest.raises(CheckpointError) as caught:
-        load_engine(engine_of(of_model(Case(), hub.model)), hub.reader, weights_only=True)
+    no_gpu = patch.object(type(get_accelerator()), "is_fp16_supported", lambda self: True)
+    with no_gpu, pytest.raises(CheckpointError) as caught:
+        load_engine(engine_of(of_model(Case(dtype=dtype), hub.model)), hub.reader, weights_only=True)
     return str(caught.value)
 
 
-def test_weights_with_nan_are_refused_by_name_before_a_step(folders: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "dtype", "problem"),
+    [
+        (math.nan, "fp32", "holds NaN or infinite numbers, from which no step can begin"),
+        (-1e5, "fp16", "holds -100000, and fp16 ends at 65504: set precision.dtype to bf16 or fp32"),
+    ],
+)
+def test_weights_that_no_step_can_begin_with_are_refused_by_name(
+    number: float, dtype: str, problem: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
     """The guard stopped the run at step 1, and advised an earlier checkpoint and the same command again."""
     folder = Path(shutil.copytree(folders["llama"], tmp_path / "damaged"))
     tensors = load_file(weight_file(folder))
     name = sorted(tensors)[0]
-    tensors[name].view(-1)[-1] = float("nan")
+    tensors[name].view(-1)[-1] = number
     save_file(tensors, weight_file(folder))
-    (said,) = run_ranks(refused, 1, folder)
-    assert said.startswith(f"{folder}: {name} holds NaN or infinite numbers"), said
+    (said,) = run_ranks(refused, 1, folder, dtype)
+    assert said.startswith(f"{folder}: {name} {problem}"), said
 
 
 @pytest.fixture(scope="module")
