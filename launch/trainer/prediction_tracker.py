@@ -17,13 +17,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from launch.prediction.prediction import Prediction, SessionMeasurement, comparison
-from launch.prediction.this_machine import (
-    Machine,
-    MeasurementLimits,
-    contradict,
-    cpu_memory,
-    describe_machine,
-)
+from launch.prediction.this_machine import Machine, MeasurementLimits, contradict, cpu_memory, describe_machine
 from launch.runtime.devices import Device
 from launch.runtime.logs import get_logger
 from launch.runtime.rank_environment import Rank

@@ -127,12 +127,7 @@ class Saver:
             self._thread = None
 
     def _write(
-        self,
-        manifest: Manifest,
-        own: OwnState,
-        started: float,
-        blocked: float | None,
-        error_before: Exception | None,
+        self, manifest: Manifest, own: OwnState, started: float, blocked: float | None, error_before: Exception | None
     ) -> None:
         folder = self._root / step_folder(manifest.step)
         failure, size = None, 0

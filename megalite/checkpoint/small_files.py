@@ -107,10 +107,7 @@ def read_small_file(path: Path, at_most: int, *, trusted: bool = False, private:
 
 def read_end(path: Path, size: int) -> bytes:
     """Returns the last bytes of a regular file, at most `size`. Raises UnsafeFile, or another OSError."""
-    with (
-        _opened(path.parent) as folder,
-        os.fdopen(_open_regular(path, os.O_RDONLY, 0, folder), "rb") as file,
-    ):
+    with _opened(path.parent) as folder, os.fdopen(_open_regular(path, os.O_RDONLY, 0, folder), "rb") as file:
         file.seek(-min(size, file.seek(0, os.SEEK_END)), os.SEEK_END)
         return file.read(size)
 
@@ -120,10 +117,7 @@ def read_from(path: Path, start: int, size: int) -> tuple[bytes, int]:
 
     Raises UnsafeFile, or another OSError.
     """
-    with (
-        _opened(path.parent) as folder,
-        os.fdopen(_open_regular(path, os.O_RDONLY, 0, folder), "rb") as file,
-    ):
+    with _opened(path.parent) as folder, os.fdopen(_open_regular(path, os.O_RDONLY, 0, folder), "rb") as file:
         whole = file.seek(0, os.SEEK_END)
         file.seek(start)
         return file.read(size), whole

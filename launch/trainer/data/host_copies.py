@@ -8,15 +8,7 @@ from dataclasses import dataclass, field
 from data_pipeline.errors import DataError
 from launch.runtime.rank_environment import Rank
 from launch.runtime.startup_progress import StartupProgress
-from launch.trainer.data.remote_data import (
-    TELL_EVERY_S,
-    HostFetch,
-    RemoteCorpus,
-    Work,
-    look_up,
-    places_of,
-    with_copies,
-)
+from launch.trainer.data.remote_data import TELL_EVERY_S, HostFetch, RemoteCorpus, Work, look_up, places_of, with_copies
 from megalite.checkpoint.errors import StorageError
 from megalite.config import Config
 

@@ -161,10 +161,7 @@ def write_configs(folder: Path, config: Mapping[str, Any], generation_config: Ma
 
 
 def write_weights(
-    folder: Path,
-    entries: Sequence[Entry],
-    blocks: Callable[[Entry], Iterable[Tensor]],
-    shard_bytes: int = SHARD_BYTES,
+    folder: Path, entries: Sequence[Entry], blocks: Callable[[Entry], Iterable[Tensor]], shard_bytes: int = SHARD_BYTES
 ) -> int:
     """Streams tensors (hub names) into `folder` as safetensors; returns the number of bytes.
 
