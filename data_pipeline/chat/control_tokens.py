@@ -10,13 +10,14 @@ or to begin an answer: reasoning stands between `<think>` and `</think>`.
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from data_pipeline.chat.conversation import ASSISTANT, Conversation
 from data_pipeline.chat.template import ChatTemplate
 from data_pipeline.chat.turns import TurnFinder, common_length
 from data_pipeline.errors import DataError
-from data_pipeline.prepare.encoding import SpecialTokens
+from data_pipeline.prepare.encoding import LoadedTokenizer, SpecialTokens
+from data_pipeline.tokenizers.reading import HubTokenizer
 
 BREAK = "\ufdd0"  # stands inside a control token that is text; a code point that no text may contain
 _NAMES = {"role", "type", "name", "id", "tool_call_id"}  # fields by which templates choose what to write
@@ -29,22 +30,12 @@ class _Forbidden(NamedTuple):
     ids: frozenset[int]
 
 
-class Words(Protocol):
-    """A tokenizer, wherever it runs."""
-
-    @property
-    def added(self) -> dict[int, tuple[str, bool]]: ...
-
-    @property
-    def normalizes(self) -> bool: ...
-
-    def spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]: ...
-
-
 class ControlTokens:
     """The control tokens of a tokenizer with a template. Raises DataError for a policy that they do not allow."""
 
-    def __init__(self, words: Words, template: ChatTemplate, policy: SpecialTokens, turns: TurnFinder) -> None:
+    def __init__(
+        self, words: LoadedTokenizer | HubTokenizer, template: ChatTemplate, policy: SpecialTokens, turns: TurnFinder
+    ) -> None:
         self.policy = policy
         self._words, self._template = words, template
         self._added = {number: content for number, (content, _) in words.added.items()}

@@ -90,15 +90,7 @@ class CorpusSamples:
     A packing makes `samples_per_epoch` blocks of tokens, which each epoch visits in another order.
     """
 
-    fingerprint: str  # of the content, the split and the packing; the seed is not in it
     samples_per_epoch: int
-    token_count: int  # of the split
-    vocab_size: int | None  # None if the corpora have no metadata
-    eos_token_id: int | None
-    has_loss_mask: bool
-    content_digest: str
-    dtype: np.dtype[Any]  # that holds the tokens of all corpora
-    id_limit: int  # token ids from here on are refused
     packing_rule: ClassVar[str]  # enters the fingerprint: another one for blocks that would be cut otherwise
 
     def __init__(

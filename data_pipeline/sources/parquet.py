@@ -5,6 +5,7 @@ as a file of a kilobyte may otherwise become gigabytes.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -49,14 +50,14 @@ class ParquetRows:
     def stretches(self, size_bytes: int) -> list[Stretch]:
         if isinstance(self.path, RemoteFile):  # to know its row groups would take a request for each file
             return whole_file(self.path)
-        with _Opened(self.path, 0) as (table, _):
+        with _opened(self.path, 0) as (table, _):
             groups = [table.metadata.row_group(number) for number in range(table.num_row_groups)]
         return [Stretch(number, number + 1, group.total_byte_size) for number, group in enumerate(groups)] or [WHOLE]
 
     def documents(self, on_bad_row: OnBadRow, stretch: Stretch = WHOLE) -> Iterator[Document]:
         import pyarrow
 
-        with _Opened(self.path, stretch.size_bytes) as (table, by_dictionary):
+        with _opened(self.path, stretch.size_bytes) as (table, by_dictionary):
             columns = self.columns(table.schema_arrow.names)
             self.check_columns(table.schema_arrow)
             metadata, types = table.metadata, [table.schema_arrow.field(name).type for name in columns]
@@ -89,49 +90,26 @@ class ParquetRows:
         return Document(where, [checked_text(row[self.text_field], self.text_field, where)])
 
 
-class _Opened:
-    """An open Parquet file; what pyarrow raises inside the `with` is one message."""
+@contextmanager
+def _opened(
+    path: Place, about_bytes: int
+) -> "Iterator[tuple[pyarrow.parquet.ParquetFile, pyarrow.parquet.ParquetFile]]":
+    """Opens a file, and the same with each text that it repeats once. What pyarrow raises inside is one message."""
+    import pyarrow as pa
+    from pyarrow.parquet import ParquetFile
 
-    def __init__(self, path: Place, about_bytes: int) -> None:
-        self._path, self._about_bytes = path, about_bytes
-
-    def __enter__(self) -> "tuple[pyarrow.parquet.ParquetFile, pyarrow.parquet.ParquetFile]":
-        self._stream = open_file(self._path, self._about_bytes)
+    options = {"buffer_size": _BUFFER_BYTES, "pre_buffer": False}
+    with open_file(path, about_bytes) as stream:
         try:
-            self._table, by_dictionary = self._open()
-        except BaseException as error:
-            self._stream.close()
-            self._explain(error)
-            raise
-        return self._table, by_dictionary
-
-    def _open(self) -> "tuple[pyarrow.parquet.ParquetFile, pyarrow.parquet.ParquetFile]":
-        """Returns the file, and the same with each text that it repeats once."""
-        import pyarrow as pa
-        from pyarrow.parquet import ParquetFile
-
-        options = {"buffer_size": _BUFFER_BYTES, "pre_buffer": False}
-        table = ParquetFile(self._stream, **options)
-        texts = [
-            field.name
-            for field in table.schema_arrow
-            if pa.types.is_string(field.type) or pa.types.is_large_string(field.type)
-        ]
-        return table, ParquetFile(self._stream, read_dictionary=texts, metadata=table.metadata, **options)
-
-    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        self._table.close()
-        self._stream.close()
-        if error is not None:
-            self._explain(error)
-
-    def _explain(self, error: BaseException) -> None:
-        import pyarrow
-
-        is_of_disk = isinstance(error, OSError) and error.errno is not None
-        if isinstance(error, pyarrow.ArrowException | OSError) and not is_of_disk:
+            with ParquetFile(stream, **options) as table:
+                kinds = {field.name: field.type for field in table.schema_arrow}
+                texts = [name for name, kind in kinds.items() if kind in (pa.string(), pa.large_string())]
+                yield table, ParquetFile(stream, read_dictionary=texts, metadata=table.metadata, **options)
+        except (pa.ArrowException, OSError) as error:
+            if isinstance(error, OSError) and error.errno is not None:  # the disk's
+                raise
             reason = str(error).partition("\n")[0].partition(". ")[0].rstrip(".")
-            raise DataError(f"{self._path} is not a whole parquet file ({reason}): fetch or write it again") from error
+            raise DataError(f"{path} is not a whole parquet file ({reason}): fetch or write it again") from error
 
 
 def _rows_at_once(group: Any, columns: Sequence[str]) -> int:

@@ -93,17 +93,13 @@ def remote_files(spec: str) -> list[RemoteFile]:
 
 
 def _remote_file(url: str, info: dict[str, Any]) -> RemoteFile:
-    version = _version(info)
+    version = next((f"{key} {info[key]}" for key in (*_MARKS, *_TIMES) if info.get(key)), None)
     if version is None:
         raise DataError(
             f"source {url}: the server tells neither a checksum nor a date of it, so that a change would not be "
             "noticed: download it and give the file"
         )
     return RemoteFile(url, info.get("size"), version)
-
-
-def _version(info: dict[str, Any]) -> str | None:
-    return next((f"{key} {info[key]}" for key in (*_MARKS, *_TIMES) if info.get(key)), None)
 
 
 def _checked_protocol(spec: str) -> str:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -26,33 +26,25 @@ SMALLEST_BYTES = 4096  # of a storage that is worth a copy of its own
 BLOCKS_ON_DEVICE = 2  # in forward: the one that computes, and the one before it, whose tensors are leaving
 
 
-class Copies(Protocol):
-    """Copies of storages between a device and its host; `Done` of one is waited for before its result is used."""
+class Copies:
+    """Copies of storages between a device and its host, each of which is waited for before its result is used.
+
+    Those of a CPU end before they return: nothing is gained, but the same code runs.
+    """
 
     def to_host(self, storage: UntypedStorage) -> tuple[UntypedStorage, Any]:
         """Begins a copy to the host; `storage` must live until `wait` has returned."""
+        return storage.clone(), None
 
     def to_device(self, host: UntypedStorage, device: torch.device) -> tuple[UntypedStorage, Any]:
         """Begins the copy back of what `to_host` returned, whose copy the stream that computes has waited for."""
+        return host.clone(), None
 
     def wait(self, done: Any) -> None:
         """Makes the stream that computes wait for a copy."""
 
 
-class PlainCopies:
-    """Copies of a CPU, which end before they return: nothing is gained, but the same code runs."""
-
-    def to_host(self, storage: UntypedStorage) -> tuple[UntypedStorage, None]:
-        return storage.clone(), None
-
-    def to_device(self, host: UntypedStorage, device: torch.device) -> tuple[UntypedStorage, None]:
-        return host.clone(), None
-
-    def wait(self, done: None) -> None:
-        pass
-
-
-class CudaCopies:
+class CudaCopies(Copies):
     """Copies between a GPU and pinned memory, on a stream for each direction."""
 
     def __init__(self) -> None:
@@ -187,7 +179,7 @@ class ActivationOffload:
         Blocks belong to one pass if one's output is the next one's `hidden`.
         """
         if self._copies is None:
-            self._copies = CudaCopies() if hidden.device.type == "cuda" else PlainCopies()
+            self._copies = CudaCopies() if hidden.device.type == "cuda" else Copies()
         while len(self._leaving) >= BLOCKS_ON_DEVICE:
             self._leaving.popleft().leave()
         before = self._leaving[-1] if self._leaving else None

@@ -12,7 +12,7 @@ from torch import Tensor, UntypedStorage, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megalite.config import ModelConfig
-from megalite.parallel.activation_offload import SMALLEST_BYTES, ActivationOffload, OffloadedStorage, PlainCopies
+from megalite.parallel.activation_offload import SMALLEST_BYTES, ActivationOffload, Copies, OffloadedStorage
 from megalite.parallel.collectives import TensorParallel
 from megalite.parallel.layers import BlockInput, SerialModel, make_layer
 from megalite.parallel.loss import head_loss
@@ -32,7 +32,7 @@ def blocks_of(model: SerialModel) -> list[Any]:
     return [model.layers[spec.module_key] for spec in model.specs if spec.is_block]
 
 
-class WatchedCopies(PlainCopies):
+class WatchedCopies(Copies):
     """The copies of a CPU, with a list of what left in which block, and of what came back."""
 
     def __init__(self) -> None:
