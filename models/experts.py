@@ -22,7 +22,7 @@ from megalite.parallel.collectives import (
 from megalite.parallel.expert_balance import ExpertBalance
 from megalite.parallel.grouped_linear import GroupedLinear, RowGroups, say_why_experts_loop, why_no_grouped_kernel
 from megalite.parallel.linear import linear, sharded_parameter
-from megalite.parallel.shard import Shard, replicated
+from megalite.parallel.shard import Shard
 from models.feed_forward import gated
 
 
@@ -67,7 +67,8 @@ class Router(nn.Module):
         super().__init__()
         assert model.num_experts is not None
         self.tp, self.top_k, self.renormalizes = tp, model.num_experts_per_tok, model.norm_topk_prob
-        self.weight = sharded_parameter(replicated((model.num_experts, model.hidden_size), tp.size, tp.rank, "normal"))
+        shape, whole = (model.num_experts, model.hidden_size), (("", model.num_experts),)
+        self.weight = sharded_parameter(Shard(shape, None, whole, tp.size, tp.rank))
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> ExpertChoice:
         """Takes `[batch, seq, hidden]`, and `[experts]` fp32 to add to scores for the choice alone, not for weights.
@@ -107,15 +108,11 @@ class Experts(nn.Module):
     def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
         """`[rows, hidden]`, grouped by expert as `ends` says -> the same; under tensor parallelism one term of the sum
         over ranks."""
-        groups = RowGroups.of(ends, is_one_kernel=self._is_one_kernel(rows))
-        return self.down_proj(self.activation(self.up_projections(rows, groups)), groups)
-
-    def _is_one_kernel(self, rows: Tensor) -> bool:
-        shapes = [layer.local_shape for layer in (self.up_projections, self.down_proj)]
-        reason = why_no_grouped_kernel(rows, shapes)
+        reason = why_no_grouped_kernel(rows, [self.up_projections.local_shape, self.down_proj.local_shape])
         if reason is not None and rows.device.type != "cpu":
             say_why_experts_loop(reason)
-        return reason is None
+        groups = RowGroups.of(ends, is_one_kernel=reason is None)
+        return self.down_proj(self.activation(self.up_projections(rows, groups)), groups)
 
 
 class Routes(NamedTuple):

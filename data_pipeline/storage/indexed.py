@@ -46,11 +46,6 @@ class IndexedTokens:
     A document may be made of several sequences. Opening finds a pair whose sizes disagree; `check` finds the rest.
     """
 
-    prefix: Path
-    dtype: np.dtype[Any]
-    token_count: int
-    has_loss_mask: bool  # `PREFIX.loss.bin` says which tokens carry loss
-
     def __init__(self, prefix: Path | str) -> None:
         self.prefix = Path(prefix)
         self._bin, self._idx = (self._file(ending) for ending in (".bin", ".idx"))
@@ -60,7 +55,7 @@ class IndexedTokens:
         self._documents_at = self._pointers_at + 8 * self._sequences
         self._check_sizes()
         self.token_count = self._bin.size // self._width
-        self._loss = self._loss_mask()
+        self._loss = self._loss_mask()  # which tokens carry loss
         self.has_loss_mask = self._loss is not None
         self._has_equal_documents = False  # each document is known to be one sequence
 

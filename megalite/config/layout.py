@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from megalite.config.auto import PLACEHOLDERS
+from megalite.config.base import Device
 from megalite.config.config import Config
 from megalite.config.errors import ConfigError
 from megalite.config.rules.pipeline import FEWEST_CHUNKS
@@ -39,7 +39,7 @@ class ResolvedLayout:
     notices: tuple[str, ...]  # settings that are replaced by others, one sentence each; logged once at start
 
 
-def resolve_layout(config: Config, world_size: int, device: Literal["cpu", "cuda"]) -> ResolvedLayout:
+def resolve_layout(config: Config, world_size: int, device: Device) -> ResolvedLayout:
     """Returns the layout on `world_size` processes.
 
     Raises ConfigError if the layout is still `auto`, if the sizes do not multiply to `world_size`, or if the config

@@ -75,14 +75,20 @@ class CompilableBlock(nn.Module):
 MakeLayer = Callable[[LayerSpec, TensorParallel], nn.Module]
 
 
-def make_layer(spec: LayerSpec, tp: TensorParallel, *, seed: int, initializer_range: float) -> nn.Module:
-    """Builds a layer with its initial weights and sets the canonical path of every parameter's shard and dropout."""
+def named_layer(spec: LayerSpec, tp: TensorParallel) -> nn.Module:
+    """Builds a layer with uninitialized weights and sets the canonical path of every parameter's shard."""
     module = spec.build(tp)
     module.layer_name = spec.name  # type: ignore[assignment]  # any attribute may be set on a module
     for path, parameter in module.named_parameters():
-        shard = dataclasses.replace(parameter.shard, name=f"{spec.name}.{path}")  # type: ignore[attr-defined]
-        parameter.shard = shard  # type: ignore[attr-defined]
-        initialize_(parameter, shard, seed, initializer_range)
+        parameter.shard = dataclasses.replace(parameter.shard, name=f"{spec.name}.{path}")  # type: ignore[attr-defined]
+    return module
+
+
+def make_layer(spec: LayerSpec, tp: TensorParallel, *, seed: int, initializer_range: float) -> nn.Module:
+    """Builds a `named_layer` with its initial weights and sets the canonical path of every dropout."""
+    module = named_layer(spec, tp)
+    for parameter in module.parameters():
+        initialize_(parameter, parameter.shard, seed, initializer_range)  # type: ignore[attr-defined]
     for path, part in module.named_modules():
         if isinstance(part, Dropout):
             part.set_site(seed, f"{spec.name}.{path}")

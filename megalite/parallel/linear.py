@@ -28,7 +28,7 @@ from megalite.parallel.collectives import (
     stacked_slices,
     sum_of_stacked,
 )
-from megalite.parallel.shard import Initializer, Shard, replicated
+from megalite.parallel.shard import Initializer, Shard
 from megalite.parallel.weight_products import SumsGradients
 
 if TYPE_CHECKING:  # both are made for these layers, and import them
@@ -53,7 +53,7 @@ def replicated_weight(
 ) -> nn.Parameter:
     """Returns a parameter that every tensor-parallel rank holds whole and uses on its slice of the sequence, if that is
     cut, by way of `replicated_parameter`; `sections` as in `Shard`."""
-    parameter = sharded_parameter(replicated(shape, tp.size, tp.rank, initializer, sections))
+    parameter = sharded_parameter(Shard(shape, None, sections or (("", shape[0]),), tp.size, tp.rank, initializer))
     is_late = tp.sequence_is_cut and tp.sums_parameters_at_step
     parameter.is_summed_at_step = is_late  # type: ignore[attr-defined]
     return parameter

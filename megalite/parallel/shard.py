@@ -190,15 +190,3 @@ def _in_row(shape: tuple[int, ...], index: int, start: int, stop: int) -> Iterat
 
 def _replace(slices: tuple[slice, ...], dim: int, new: slice) -> tuple[slice, ...]:
     return (*slices[:dim], new, *slices[dim + 1 :])
-
-
-def replicated(
-    shape: tuple[int, ...],
-    tensor_parallel_size: int,
-    tensor_parallel_rank: int,
-    initializer: Initializer,
-    sections: tuple[tuple[str, int], ...] | None = None,
-) -> Shard:
-    """Describes a parameter that every tensor-parallel rank holds whole; without `sections` it is one tensor."""
-    named = sections or (("", shape[0]),)
-    return Shard(shape, None, named, tensor_parallel_size, tensor_parallel_rank, initializer)

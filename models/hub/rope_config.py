@@ -12,13 +12,12 @@ from typing import Any
 
 from megalite.config import ModelConfig
 from megalite.config.rules.model import ROPE_FIELDS
-from models.hub.config_parts import ConfigPart, FamilyError, Keys, absent, refuse_unless, shown
+from models.hub.config_parts import FULL, SLIDING, ConfigPart, FamilyError, Keys, absent, refuse_unless, shown
 
 DEFAULT_THETA = 10000.0  # transformers' default
 OPTIONS = ("rope_theta", "rope_scaling", "partial_rotary_factor", "rope_local_base_freq")
 THETA, FACTOR = "rope_theta", "partial_rotary_factor"
 PARAMETERS, SCALING = "rope_parameters", "rope_scaling"
-FULL, SLIDING = "full_attention", "sliding_attention"
 LENGTH = "original_max_position_embeddings"
 
 SCALINGS = {"default": (), **{kind: (*needed, *allowed) for kind, (needed, allowed) in ROPE_FIELDS.items()}}

@@ -94,16 +94,11 @@ def check(text: str, what: str, option: str) -> re.Match[str]:
 
 
 def job_name(name: str | None, config: Config, nodes: int) -> str:
-    """Returns the name given, or one derived from the run's folder, after checking it."""
+    """Returns the name given, or one derived from the run's folder, if the names of its pods are valid then."""
     if name is None:
         name = suggested_name(config.run_dir.name)
         if not name:
             raise LaunchError(f"run_dir {config.run_dir} gives the job no name: give it one with --name")
-    return check_job_name(name, nodes)
-
-
-def check_job_name(name: str, nodes: int) -> str:
-    """Returns `name` if the names of its pods on `nodes` nodes are valid."""
     longest = LONGEST_LABEL - len(SUFFIX.format(nodes - 1))
     if not re.fullmatch(JOB_NAME, name):
         suggestion = suggested_name(name)

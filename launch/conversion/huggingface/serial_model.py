@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from megalite.checkpoint.manifest import Slices
 from megalite.config import ModelConfig
 from megalite.parallel.collectives import TensorParallel
-from megalite.parallel.layers import LayerSpec, SerialModel
+from megalite.parallel.layers import LayerSpec, SerialModel, named_layer
 from models.decoder import decoder_layers
 
 Read = Callable[[str, Slices], Tensor]
@@ -21,7 +20,7 @@ Read = Callable[[str, Slices], Tensor]
 def global_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Returns the shape of every weight of `model` by canonical name; allocates nothing."""
     with torch.device("meta"):
-        layers = [_named_layer(spec, TensorParallel()) for spec in decoder_layers(model)]
+        layers = [named_layer(spec, TensorParallel()) for spec in decoder_layers(model)]
     parameters = (parameter for layer in layers for parameter in layer.parameters())
     return {piece.name: piece.shape for parameter in parameters for piece in parameter.shard.pieces()}  # type: ignore[attr-defined]
 
@@ -45,7 +44,7 @@ def filled_model(
 
     @torch.no_grad()
     def filled_layer(spec: LayerSpec, tp: TensorParallel) -> nn.Module:
-        layer = _named_layer(spec, tp).to(device=device, dtype=dtype)
+        layer = named_layer(spec, tp).to(device=device, dtype=dtype)
         for parameter in layer.parameters():
             parameter.zero_()  # padding
             for piece in parameter.shard.pieces():  # type: ignore[attr-defined]
@@ -53,12 +52,3 @@ def filled_model(
         return layer
 
     return SerialModel(decoder_layers(model), tp, filled_layer).eval()
-
-
-def _named_layer(spec: LayerSpec, tp: TensorParallel) -> nn.Module:
-    """Builds a layer with uninitialized weights and sets the canonical names of its shards."""
-    layer = spec.build(tp)
-    layer.layer_name = spec.name  # type: ignore[assignment]  # any attribute may be set on a module
-    for path, parameter in layer.named_parameters():
-        parameter.shard = dataclasses.replace(parameter.shard, name=f"{spec.name}.{path}")  # type: ignore[attr-defined]
-    return layer

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from megalite.config.base import Device
 from megalite.config.batch_stages import shapes_of
 from megalite.config.config import Config
 from megalite.config.errors import ConfigError
 from megalite.config.layout import ResolvedLayout, reduces_beside_backward
 from megalite.config.versions import installed_version
-
-Device = Literal["cpu", "cuda"]
 
 REPOSITORIES = {"DeepSpeed": "deepspeedai/DeepSpeed", "pytorch": "pytorch/pytorch"}
 

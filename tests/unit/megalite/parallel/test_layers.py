@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from megalite.parallel.layers import BLOCK_ROWS, initialize_
-from megalite.parallel.shard import Shard, replicated
+from megalite.parallel.shard import Shard
 
 # rows that cross the drawing blocks in the middle of a rank's share, and divide by no tp here
 SECTIONS = (("q_proj", 2 * BLOCK_ROWS + 90), ("k_proj", 7), ("v_proj", BLOCK_ROWS))
@@ -56,5 +56,5 @@ def test_weights_are_normal_and_depend_on_seed_name_and_place() -> None:
 @pytest.mark.parametrize(("initializer", "value"), [("ones", 1.0), ("zeros", 0.0)])
 def test_norms_start_at_one_and_biases_at_zero(initializer: str, value: float) -> None:
     parameter = torch.full((9,), float("nan"))
-    initialize_(parameter, replicated((9,), 2, 1, initializer), seed=0, std=0.02)  # type: ignore[arg-type]
+    initialize_(parameter, Shard((9,), None, (("", 9),), 2, 1, initializer), seed=0, std=0.02)  # type: ignore[arg-type]
     assert (parameter == value).all()

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.parallel.shard import Shard, replicated
+from megalite.parallel.shard import Shard
 
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=3)
 
@@ -53,7 +53,7 @@ def test_all_ranks_have_the_same_local_shape(sizes: list[int], tp: int, dim: int
 @given(size=st.integers(1, 40), tp=st.integers(1, 9))
 def test_a_replicated_parameter_is_whole_on_every_rank(size: int, tp: int) -> None:
     for rank in range(tp):
-        shard = replicated((size,), tp, rank, "ones")
+        shard = Shard((size,), None, (("", size),), tp, rank, "ones")
         (piece,) = shard.pieces()
         assert shard.is_replicated
         assert shard.local_shape == piece.shape == (size,)
