@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 _ROUNDS = 6
 _SALT = np.uint64(0x6D6567616C697465)  # "megalite", of the hash that holds documents out
-_MASK64 = 2**64 - 1
 RoundKeys = tuple[int, ...]
 
 
@@ -27,10 +26,10 @@ def permuted_range(first: int, stop: int, size: int, key: RoundKeys) -> list[int
     """Returns the images of the indexes [first, stop), which takes much less time than one by one."""
     assert 0 <= first <= stop <= size, f"indexes [{first}, {stop}) outside [0, {size})"
     bits = (size - 1).bit_length()
-    images = _encrypt(np.arange(first, stop, dtype=np.uint64), bits, key)
+    images = _permuted(np.arange(first, stop, dtype=np.uint64), bits, key)
     outside = np.flatnonzero(images >= size)
     while len(outside):
-        images[outside] = again = _encrypt(images[outside], bits, key)
+        images[outside] = again = _permuted(images[outside], bits, key)
         outside = outside[again >= size]
     return images.tolist()
 
@@ -38,19 +37,24 @@ def permuted_range(first: int, stop: int, size: int, key: RoundKeys) -> list[int
 def index_of_permuted(image: int, size: int, key: RoundKeys) -> int:
     """Returns the index whose image under the permutation of [0, size) that `key` defines is `image`."""
     assert 0 <= image < size, f"image {image} outside [0, {size})"
-    bits = (size - 1).bit_length()
-    index = _decrypt(image, bits, key)
-    while index >= size:
-        index = _decrypt(index, bits, key)
-    return index
+    index, bits = np.array([image], dtype=np.uint64), (size - 1).bit_length()
+    while True:
+        index = _permuted(index, bits, key, backwards=True)
+        if index[0] < size:
+            return int(index[0])
 
 
-def _encrypt(values: NDArray[np.uint64], bits: int, key: RoundKeys) -> NDArray[np.uint64]:
-    """Encrypts numbers of `bits` bits, each with an unbalanced Feistel network."""
+def _permuted(values: NDArray[np.uint64], bits: int, key: RoundKeys, *, backwards: bool = False) -> NDArray[np.uint64]:
+    """Sends numbers of `bits` bits through an unbalanced Feistel network, or back.
+
+    The number of rounds is even, so both halves have their widths again at the end. Back, they change places.
+    """
     left_bits, right_bits = bits // 2, bits - bits // 2
     left, right = values >> np.uint64(right_bits), values & np.uint64((1 << right_bits) - 1)
+    if backwards:
+        left, right, left_bits, right_bits = right, left, right_bits, left_bits
     spare = np.empty_like(values)
-    for round_key in key:
+    for round_key in reversed(key) if backwards else key:
         mixed = right ^ np.uint64(round_key)
         for shift, factor in MIXING:
             np.right_shift(mixed, shift, out=spare)
@@ -61,24 +65,7 @@ def _encrypt(values: NDArray[np.uint64], bits: int, key: RoundKeys) -> NDArray[n
         np.bitwise_xor(mixed, left, out=mixed)
         left, right = right, mixed
         left_bits, right_bits = right_bits, left_bits
-    return (left << np.uint64(right_bits)) | right
-
-
-def _decrypt(value: int, bits: int, key: RoundKeys) -> int:
-    """Inverts `_encrypt`; the number of rounds is even, so both halves have their widths again at its end."""
-    left_bits, right_bits = bits // 2, bits - bits // 2
-    left, right = value >> right_bits, value & ((1 << right_bits) - 1)
-    for round_key in reversed(key):
-        left_bits, right_bits = right_bits, left_bits
-        left, right = right ^ (mix64(left ^ round_key) & ((1 << left_bits) - 1)), left
-    return (left << right_bits) | right
-
-
-def mix64(value: int) -> int:
-    """Applies the finaliser of splitmix64 (Steele, Lea, Flood 2014): every input bit affects every output bit."""
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
-    return value ^ (value >> 31)
+    return (right << np.uint64(left_bits)) | left if backwards else (left << np.uint64(right_bits)) | right
 
 
 MIXING = (
@@ -86,13 +73,14 @@ MIXING = (
     (np.uint64(27), np.uint64(0x94D049BB133111EB)),
     (np.uint64(31), None),
 )
-"""The steps of `mix64` for arrays: a shift that is added modulo 2, then a factor."""
+"""The finaliser of splitmix64 (Steele, Lea, Flood 2014), by which every input bit affects every output bit: in each
+step a shift that is added modulo 2, then a factor."""
 
 
 def is_held_out(documents: NDArray[np.uint64], fraction: float) -> NDArray[np.bool_]:
     """Returns [documents] bools: True where the document's hash, as a number in [0, 1), is below `fraction`.
 
-    The hash is `mix64`, applied twice.
+    The hash is the finaliser of splitmix64, applied twice.
     """
     if not fraction:
         return np.zeros(len(documents), dtype=np.bool_)

@@ -125,7 +125,7 @@ def k8s(
     job = PodJob(
         kind=kind,
         has_cluster_runtime=runtime == "cluster",
-        name=parsing.job_name(name, config, nodes),
+        name=parsing.job_name(name, config.run_dir, nodes),
         namespace=namespace,
         image=image,
         nodes=nodes,

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from launch.conversion.huggingface.hub_folder import is_hub_id
@@ -93,12 +93,12 @@ def check(text: str, what: str, option: str) -> re.Match[str]:
     return match
 
 
-def job_name(name: str | None, config: Config, nodes: int) -> str:
+def job_name(name: str | None, run_dir: Path, nodes: int) -> str:
     """Returns the name given, or one derived from the run's folder, if the names of its pods are valid then."""
     if name is None:
-        name = suggested_name(config.run_dir.name)
+        name = suggested_name(run_dir.name)
         if not name:
-            raise LaunchError(f"run_dir {config.run_dir} gives the job no name: give it one with --name")
+            raise LaunchError(f"run_dir {run_dir} gives the job no name: give it one with --name")
     longest = LONGEST_LABEL - len(SUFFIX.format(nodes - 1))
     if not re.fullmatch(JOB_NAME, name):
         suggestion = suggested_name(name)

@@ -12,12 +12,19 @@ import pytest
 from numpy.typing import NDArray
 
 from data_pipeline.samples.dataset import PackedSamples
-from data_pipeline.samples.order import is_held_out, mix64
+from data_pipeline.samples.order import is_held_out
 from data_pipeline.samples.stream import Split
 from data_pipeline.storage.files import StoredFile
 from tests.unit.data_pipeline.samples.test_dataset import give_meta
 
 SALT = 0x6D6567616C697465
+
+
+def mix64(value: int) -> int:
+    """splitmix64's finaliser in integers of Python."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        value = (value ^ (value >> shift)) * factor % 2**64
+    return value
 
 
 def write_megatron(prefix: Path, tokens: NDArray[Any], lengths: NDArray[Any], documents: NDArray[Any]) -> Path:

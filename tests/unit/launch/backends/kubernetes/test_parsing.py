@@ -19,9 +19,9 @@ from tests.helpers.k8s_command_line import command
 def test_names_fit_all_that_is_made_of_them(word: str, nodes: int) -> None:
     """A pod's name, and so its host's, has at most 63 characters and is a DNS label."""
     suggestion = parsing.suggested_name(word)
-    assert not suggestion or parsing.check_job_name(suggestion, 2) == suggestion
+    assert not suggestion or parsing.job_name(suggestion, Path("run"), 2) == suggestion
     try:
-        name = parsing.check_job_name(word, nodes)
+        name = parsing.job_name(word, Path("run"), nodes)
     except LaunchError as error:
         assert "\n" not in str(error)
         return
