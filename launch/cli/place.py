@@ -12,7 +12,6 @@ from data_pipeline.storage.files import decimal_size
 from launch.cli.options import AsJson, ConfigPath, Overrides, TopologyPath
 from launch.cluster.switch_topology import Topology, expand_hosts, read_topology
 from launch.errors import LaunchError
-from launch.inspection.timelines import format_numbers
 from launch.output import Table, print_json
 from launch.runtime.logs import get_logger
 from launch.runtime.printing import say
@@ -48,6 +47,7 @@ def place(
     Example: `megalite place configs/quickstart.yaml --nodes "node[1-4]:2"`
     """
     from launch.cluster.placement import nodes_of, place_run
+    from launch.inspection.timelines import format_numbers
     from launch.prediction.auto_layout import format_sizes
     from launch.runtime.hostfile import read_hostfile
 

@@ -11,10 +11,10 @@ import pytest
 from megalite.checkpoint.engine_state import load_engine
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.config import ConfigError, load_config
-from tests.helpers.engine_cases import Case, engine_of
+from tests.helpers.engine_cases import Case, engine_of, trained_steps
 from tests.helpers.rank_pool import run_ranks
 from tests.helpers.saving import save
-from tests.ranks.megalite.checkpoint.test_layout_matrix import Numbers, resumed, steps
+from tests.ranks.megalite.checkpoint.test_layout_matrix import Numbers, resumed
 
 STEPS, SAVED_AT, BATCH = 5, 2, 6
 ON_HOST = {"optimizer": "cpu"}
@@ -30,11 +30,11 @@ CASES = {
 def on_and_back(rank: int, case: Case, root: Path) -> tuple[Numbers, Numbers]:
     """What follows the save, and what follows when the same engine goes back to it."""
     engine = engine_of(case)
-    steps(engine, case, 0, SAVED_AT)
+    trained_steps(engine, case, 0, SAVED_AT)
     assert save(engine, root, SAVED_AT, background=True).failure is None
-    whole = steps(engine, case, SAVED_AT, STEPS)
+    whole = trained_steps(engine, case, SAVED_AT, STEPS)
     load_engine(engine, CheckpointReader(root / f"step_{SAVED_AT:08d}"), weights_only=False)
-    return whole, steps(engine, case, SAVED_AT, STEPS)
+    return whole, trained_steps(engine, case, SAVED_AT, STEPS)
 
 
 @pytest.mark.slow
@@ -51,9 +51,9 @@ def test_it_comes_back_here_and_on_one_process(name: str, tmp_path: Path) -> Non
 def saving(rank: int, case: Case, root: Path) -> Numbers:
     """What follows a save."""
     engine = engine_of(case)
-    steps(engine, case, 0, SAVED_AT)
+    trained_steps(engine, case, 0, SAVED_AT)
     assert save(engine, root, SAVED_AT, background=True).failure is None
-    return steps(engine, case, SAVED_AT, STEPS)
+    return trained_steps(engine, case, SAVED_AT, STEPS)
 
 
 @pytest.mark.slow

@@ -22,10 +22,10 @@ from megalite.checkpoint.engine_state import load_engine
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.engine.optimizers.cpu_adam import BUILD_LIMIT, cached_library, compile_into, why_no_cpu_adam
 from megalite.engine.parameter_state import optimizer_step_count
-from tests.helpers.engine_cases import Case, engine_of
+from tests.helpers.engine_cases import Case, engine_of, trained_steps
 from tests.helpers.rank_pool import run_fresh_ranks, run_ranks
 from tests.helpers.saving import save
-from tests.ranks.megalite.checkpoint.test_layout_matrix import Numbers, steps
+from tests.ranks.megalite.checkpoint.test_layout_matrix import Numbers
 
 STEPS, SAVED_AT = 5, 2
 ADAM = Case(dp=2, accumulation=2, steps=STEPS, offload={"optimizer": "cpu"})
@@ -189,9 +189,9 @@ def _trained(rank: int, case: Case, root: Path, resumes: bool) -> tuple[Numbers,
         load_engine(engine, CheckpointReader(root / f"step_{SAVED_AT:08d}"), weights_only=False)
         assert optimizer_step_count(engine) == SAVED_AT
     else:
-        steps(engine, case, 0, SAVED_AT)
+        trained_steps(engine, case, 0, SAVED_AT)
         assert save(engine, root, SAVED_AT, background=True).failure is None
-    return steps(engine, case, SAVED_AT, STEPS), isinstance(engine.torch_optimizer, DeepSpeedCPUAdam)
+    return trained_steps(engine, case, SAVED_AT, STEPS), isinstance(engine.torch_optimizer, DeepSpeedCPUAdam)
 
 
 @pytest.mark.exhaustive  # it compiles for 90 s
