@@ -18,6 +18,7 @@ from launch.runtime.printing import say
 from launch.trainer.start.run_config import load_run_config
 from megalite.config import Config, ResolvedLayout, resolve_layout
 from megalite.parallel.mesh import Mesh
+from megalite.units import ranges_of
 
 if TYPE_CHECKING:
     from launch.cluster.placement import Placement
@@ -81,9 +82,7 @@ def place(
     cells = []
     for row in rows:
         ranks = range(row["first_rank"], row["last_rank"] + 1)
-        cells.append(
-            (row["host"], format_numbers(ranks), format_numbers(row["stages"]), format_numbers(row["replicas"]))
-        )
+        cells.append((row["host"], ranges_of(ranks), ranges_of(row["stages"]), ranges_of(row["replicas"])))
     title = f"{layout.world_size} ranks ({format_sizes(config, layout)}) on {len(rows)} hosts"
     Table(("host", "ranks", "stages", "replicas"), cells, title).print()
     levels = [
