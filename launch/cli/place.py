@@ -48,7 +48,6 @@ def place(
     Example: `megalite place configs/quickstart.yaml --nodes "node[1-4]:2"`
     """
     from launch.cluster.placement import nodes_of, place_run
-    from launch.inspection.timelines import format_numbers
     from launch.prediction.auto_layout import format_sizes
     from launch.runtime.hostfile import read_hostfile
 
