@@ -117,10 +117,3 @@ def epochs(number: float) -> str:
     """Returns a number of epochs with two digits after the point, or two that are not zero: "1.50", "0.0042"."""
     digits = 2 if not 0 < number < 0.1 else 1 - math.floor(math.log10(number))
     return f"{number:,.{digits}f}"
-
-
-def ranges_of(numbers: Sequence[int]) -> str:
-    """Returns ascending numbers with ranges, as `0-3, 7`."""
-    runs = groupby(enumerate(numbers), key=lambda one: one[1] - one[0])
-    ranges = [[number for _, number in run] for _, run in runs]
-    return ", ".join(f"{each[0]}-{each[-1]}" if len(each) > 1 else str(each[0]) for each in ranges)

@@ -18,7 +18,6 @@ from launch.runtime.printing import say
 from launch.trainer.start.run_config import load_run_config
 from megalite.config import Config, ResolvedLayout, resolve_layout
 from megalite.parallel.mesh import Mesh
-from megalite.units import ranges_of
 
 if TYPE_CHECKING:
     from launch.cluster.placement import Placement
@@ -48,6 +47,7 @@ def place(
     Example: `megalite place configs/quickstart.yaml --nodes "node[1-4]:2"`
     """
     from launch.cluster.placement import nodes_of, place_run
+    from launch.inspection.timelines import format_numbers
     from launch.prediction.auto_layout import format_sizes
     from launch.runtime.hostfile import read_hostfile
 
@@ -81,7 +81,9 @@ def place(
     cells = []
     for row in rows:
         ranks = range(row["first_rank"], row["last_rank"] + 1)
-        cells.append((row["host"], ranges_of(ranks), ranges_of(row["stages"]), ranges_of(row["replicas"])))
+        cells.append(
+            (row["host"], format_numbers(ranks), format_numbers(row["stages"]), format_numbers(row["replicas"]))
+        )
     title = f"{layout.world_size} ranks ({format_sizes(config, layout)}) on {len(rows)} hosts"
     Table(("host", "ranks", "stages", "replicas"), cells, title).print()
     levels = [

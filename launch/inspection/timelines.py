@@ -6,8 +6,9 @@ what is lacking.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import count, groupby
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,6 @@ from launch.errors import LaunchError
 from launch.inspection.history import RunHistory
 from megalite.monitor.steps.alignment import AlignedStep, align
 from megalite.monitor.steps.timeline import Owner, RankTimeline, read_timeline, step_folder, steps_of
-from megalite.units import ranges_of
 
 BACKWARDS_S = 1e-3  # by which times of a device may go back where they are put together from several clocks
 LATEST_S = 1e11  # that any clock shows
@@ -80,7 +80,7 @@ def steps_between(run_dir: Path, first: int, last: int) -> list[int]:
     if found := [step for step in kept if first <= step <= last]:
         return found
     raise LaunchError(
-        f"{run_dir} has kept no timeline of steps {first} to {last}: there are those of {ranges_of(kept)}"
+        f"{run_dir} has kept no timeline of steps {first} to {last}: there are those of {format_numbers(kept)}"
     )
 
 
@@ -144,9 +144,9 @@ def _lacking(step: int, aligned: AlignedStep, read: int) -> Iterable[str]:
     if read > len(timelines):
         yield f"step {step}: {read - len(timelines)} files are of an earlier start with another layout, and left out"
     if missing := [rank for rank in range(world) if rank not in timelines]:
-        yield f"step {step}: there is no timeline of ranks {ranges_of(missing)} of {world}"
+        yield f"step {step}: there is no timeline of ranks {format_numbers(missing)} of {world}"
     if cut := [rank for rank, timeline in timelines.items() if timeline.is_cut]:
-        yield f"step {step}: ranks {ranges_of(cut)} did more than is recorded of a step, whose end is missing"
+        yield f"step {step}: ranks {format_numbers(cut)} did more than is recorded of a step, whose end is missing"
     if aligned.unmet:
         yield (
             f"step {step}: the clocks of {', '.join(sorted(aligned.unmet))} are compared by the time of day, because "
@@ -156,3 +156,10 @@ def _lacking(step: int, aligned: AlignedStep, read: int) -> Iterable[str]:
 
 def _layout(owner: Owner) -> tuple[object, ...]:
     return tuple(getattr(owner, name) for name in LAYOUT)
+
+
+def format_numbers(numbers: Sequence[int]) -> str:
+    """Returns ascending numbers with ranges, as `0-3, 7`."""
+    counter = count()
+    ranges = [list(each) for _, each in groupby(numbers, key=lambda number: number - next(counter))]
+    return ", ".join(f"{each[0]}-{each[-1]}" if len(each) > 1 else str(each[0]) for each in ranges)

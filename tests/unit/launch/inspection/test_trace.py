@@ -18,14 +18,13 @@ from launch.cli.app import main
 from launch.errors import USER_ERROR_CODE
 from launch.inspection import why
 from launch.inspection.files import RunFiles
-from launch.inspection.timelines import read_kept_step
+from launch.inspection.timelines import format_numbers, read_kept_step
 from launch.inspection.trace import write_trace
 from megalite.monitor.steps.timeline import RankTimeline, step_folder, write_timeline
 from megalite.monitor.steps.what_if import what_if
 from megalite.planner.cost.step_time import StepTime
 from megalite.schedules.simulation import PipelineTimes, simulate_schedule
 from megalite.schedules.tables import Schedule
-from megalite.units import ranges_of
 from tests.helpers.simulated_ranks import ranks_of
 from tests.helpers.sound_trace import check_sound, read_trace
 from tests.unit.launch.inspection.conftest import MakeRun
@@ -290,4 +289,4 @@ def test_texts_of_strangers_do_not_reach_the_terminal(run: Path, capfd: pytest.C
 
 
 def test_numbers_in_words() -> None:
-    assert ranges_of([0, 1, 2, 3, 7, 9, 10]) == "0-3, 7, 9-10"
+    assert format_numbers([0, 1, 2, 3, 7, 9, 10]) == "0-3, 7, 9-10"
