@@ -54,12 +54,13 @@ class LimitedProcess:
         self._status: list[int] = []
         pipes = (self._requests, self._answers)
         self._owner = os.getpid()
-        self._end = weakref.finalize(self, _end_process, self._owner, self._process, pipes, self._status)
+        # ends the process, at the latest with this object
+        self.end = weakref.finalize(self, _end_process, self._owner, self._process, pipes, self._status)
 
     @property
     def has_ended(self) -> bool:
         """True once it has been ended, as after a limit, and in a fork of its owner: the next request needs another."""
-        return not self._end.alive or os.getpid() != self._owner
+        return not self.end.alive or os.getpid() != self._owner
 
     def ask(self, request: Any, processor_s: float) -> Any:
         """Returns the answer to a request. Raises ProcessRefusal, or ProcessLimit when the process has been ended."""
@@ -90,10 +91,6 @@ class LimitedProcess:
                 return None
             parts.append(part)
         return b"".join(parts)
-
-    def end(self) -> None:
-        """Ends the process."""
-        self._end()
 
 
 def _end_process(owner: int, process: int, pipes: tuple[int, int], status: list[int]) -> None:

@@ -84,13 +84,12 @@ def join_parts(
     except OSError as error:
         error.filename = error.filename or f"{output}.bin"  # a full disk is reported without a name
         raise
-    loss_sha256 = mask.sha256 if mask else None
     return JoinedParts(
         writer.token_count,
         writer.document_count,
         writer.bin_sha256,
         writer.idx_sha256,
-        loss_sha256,
+        mask.sha256 if mask else None,
         mask.count if mask else None,
         survey.bad_rows,
         sentences,
