@@ -17,7 +17,6 @@ from typing import Annotated, Any, Literal, NoReturn
 import typer
 from typer.exceptions import TyperException
 
-from launch.cli.bench import bench
 from launch.cli.checkpoint import checkpoint_app
 from launch.cli.compare import compare
 from launch.cli.config import config_app
@@ -46,7 +45,7 @@ from launch.cli.prepare import prepare
 from launch.cli.ray import ray
 from launch.cli.report import report
 from launch.cli.runs import ls, status
-from launch.cli.scaling import scaling
+from launch.cli.series import bench, scaling
 from launch.cli.slurm import slurm
 from launch.cli.trace import trace
 from launch.cli.verbosity import CommandsWithVerbosity
