@@ -143,7 +143,7 @@ def test_a_run_that_is_asked_in_its_last_step_is_complete_and_does_not_wait_for_
 
 def test_the_command_passes_it_on(config: dict[str, Any], references: References, tmp_path: Path) -> None:
     """SIGTERM to `megalite train`, as a scheduler sends it, and Ctrl-C to all processes of its terminal."""
-    config["training"]["steps"] = 200
+    config["training"]["steps"] = 120
     run_dir, path = Path(config["run_dir"]), write_config(tmp_path / "c.yaml", config)
     for number, ending, code in (
         (signal.SIGTERM, "preempted", PREEMPTED_CODE),
@@ -160,7 +160,7 @@ def test_the_command_passes_it_on(config: dict[str, Any], references: References
         assert process.returncode == code, said
         assert f"megalite: warning: {ending}: signal {number.name}" in said and "Traceback" not in said, said
         assert "stopping after this step; " in said and "[ERROR]" not in said, said
-        assert done + 3 <= steps_done(run_dir) < 200
+        assert done + 3 <= steps_done(run_dir) < 120
         assert max(complete(run_dir / "checkpoints")) == steps_done(run_dir)
     train(tmp_path / "session", config)
     audit_against(references.of(config).run_dir, run_dir, BATCH)
