@@ -167,7 +167,7 @@ def _context(
     from megalite.training.evaluation import EvaluationSet
     from megalite.training.loop import TrainerContext
 
-    config, layout, data, manifest = setup.config, setup.layout, setup.data, setup.start.manifest
+    config, layout, data = setup.config, setup.layout, setup.data
     replica = engine.coordinate.data_rank
 
     def batches(state: TrainState) -> Iterator[Any]:
@@ -198,7 +198,7 @@ def _context(
             )
             for one in data.validation
         ],
-        lacks_evaluation=setup.start.is_resume and manifest is not None and manifest.evaluation_loss is None,
+        lacks_evaluation=setup.start.lacks_evaluation,
         guard=guard,
         checkpoints=checkpoints,
         requests=StopRequests(config.training.max_minutes, process_began),

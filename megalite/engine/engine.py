@@ -223,7 +223,7 @@ class Engine(ABC):
         """Returns the mean loss over the valid tokens of all replicas' micro-batches, `count` on each.
 
         With `next_part` they are evaluated in parts, the first of which is one for each stage. It is told the size of
-        the last part and returns that of the next one, equal on all ranks; what it raises ends the evaluation.
+        each part and returns that of the next one, equal on all ranks; what it raises ends the evaluation.
         """
         self.activity.begin_phase(Phase.EVALUATION)
         self.deepspeed.eval()
@@ -235,7 +235,7 @@ class Engine(ABC):
                 with torch.no_grad():
                     losses += self._evaluate(self._transfer(micro_batches[done : done + part]), part, weight)
                 done += part
-                if next_part is not None and done < count:
+                if next_part is not None:
                     part = next_part(part)
         finally:
             self.deepspeed.train()

@@ -75,7 +75,7 @@ class StopRequests:
 
     def agree(self, *, save_next: bool, profile_next: bool = False) -> Agreement:
         """Agrees on what comes next; collective. All ranks' signals count, and rank 0's clock and arguments."""
-        self._last_step_s, self.stops_after = time.monotonic() - self._step_began, "this step"
+        self._last_step_s = time.monotonic() - self._step_began
         asked = [self._is_over(), save_next, profile_next] if dist.get_rank() == 0 else [False] * 3
         flags = torch.tensor([self._signals.first, *asked], dtype=torch.int32)
         if self.group is not None:

@@ -112,18 +112,18 @@ class Checkpoints:
         self._save(self._describe(state), "it is tried once more" if is_last else TRAINING_GOES_ON, verdict=Future())
 
     def evaluated(self, loss: float | None) -> None:
-        """Adds the evaluation's loss, if there is one, to the checkpoint that was saved before it. Not collective."""
+        """Adds the evaluation's loss to the checkpoint that was saved before it; waits for that if there is none, since
+        the run ends then. Not collective."""
         if self._newest is not None and self._verdict is not None:
             self._newest = self._newest.model_copy(update={"evaluation_loss": loss})
             self._verdict.set_result(loss)
+        if loss is None:
+            self._wait()
 
     def add_evaluation(self, step: int, loss: float) -> None:
         """Adds a loss to the checkpoint of a step, as a resumed run does that has begun from it. Not collective."""
         if dist.get_rank() == 0:
-            try:
-                write_evaluation(self._root / step_folder(step), loss)
-            except CheckpointError as error:
-                self._run_log.log_notice(f"{error}; training goes on")
+            self._follow(self._root / step_folder(step), lambda: loss, hooks=(self._mirror,))
 
     def _save(self, manifest: Manifest, if_failed: str, verdict: Future[float | None] | None = None) -> None:
         self._wait()
@@ -217,24 +217,30 @@ class Checkpoints:
     def _committed(self, folder: Path) -> None:
         """Runs on rank 0, in the thread that wrote the checkpoint."""
         if self._verdict is None:
-            self._follow(folder)
+            self._follow(folder, lambda: None, (self._exports, self._mirror))
             return
-        self._following = threading.Thread(target=self._follow, args=(folder, self._verdict), daemon=True)
+        following = folder, self._verdict.result, (self._exports, self._mirror)
+        self._following = threading.Thread(target=self._follow, args=following, daemon=True)
         self._following.start()
 
-    def _follow(self, folder: Path, verdict: Future[float | None] | None = None) -> None:
+    def _follow(
+        self, folder: Path, evaluated: Callable[[], float | None], hooks: Sequence[Exports | Mirror | None]
+    ) -> None:
         """Does what follows a commit, which needs to know how well the checkpoint has been evaluated."""
+        try:
+            if (loss := evaluated()) is not None:
+                write_evaluation(folder, loss)
+        except Exception as error:
+            self._run_log.log_warning(f"its evaluation loss is not in a checkpoint, training goes on: {error}")
         # a damaged checkpoint of a later step, which a resume has passed over, may look newer than `folder`
         protect = {folder}
         try:
-            if verdict is not None and (loss := verdict.result()) is not None:
-                write_evaluation(folder, loss)
-            for hook in (self._exports, self._mirror):
+            for hook in hooks:
                 if hook is not None:
                     hook.on_commit(folder)
                     protect |= hook.pinned()
             deleted = prune(self._root, self._policy, protect)
             if self._exports is not None:
                 self._exports.delete(deleted)
-        except CheckpointError as error:
+        except Exception as error:  # the checkpoint is complete all the same
             self._run_log.log_notice(f"an old checkpoint stays, training goes on: {error}")

@@ -15,9 +15,10 @@ from megalite.engine.engine import Engine
 from megalite.monitor.progress import duration
 from megalite.monitor.records.step import StepRecord
 from megalite.resilience.stop_requests import StopRequests
+from megalite.tracing.activity import Operation
 
 log = logging.getLogger(__name__)
-PART_S = 2.0  # longest wait of a request to stop, unless one micro-batch takes longer
+PART_S = 2.0  # longest wait of a request to stop, unless the smallest part takes longer
 SILENCE_S = 10.0  # between two lines about an evaluation that goes on
 
 
@@ -40,7 +41,9 @@ class _Pace:
 
     def __init__(self, engine: Engine, requests: StopRequests, step: int, total: int) -> None:
         self._device, self._requests, self._step, self._total = engine.deepspeed.device, requests, step, total
-        requests.stops_after = "this part of the evaluation"
+        self._activity = engine.activity
+        # filling and draining the stages takes as long as `stages - 1` micro-batches: a fifth of a part at most
+        self._least = 4 * (engine.mesh.pipeline_parallel_size - 1) + 1
         self._done, self._began = 0, time.monotonic()
         self._said = self._began
 
@@ -49,16 +52,19 @@ class _Pace:
 
         Raises _StopEvaluation if the run is asked to end.
         """
+        self._done += done
+        if self._done >= self._total:
+            return done  # nothing comes next
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # the host runs ahead, also of requests to stop
-        self._done += done
         now = time.monotonic()
         each_s = (now - self._began) / self._done
         if now - self._said >= SILENCE_S and dist.get_rank() == 0:
             self._said, left_s = now, each_s * (self._total - self._done)
             of_all = f"{self._done:,} of {self._total:,} micro-batches"
             log.info(f"evaluating after step {self._step}: {of_all}, {duration(left_s)} left")
-        part = self._requests.agree_on_part(max(1, min(self._total, int(PART_S / max(each_s, 1e-6)))))
+        self._activity.record_op(Operation.MEET, peers=self._activity.peers.everyone)
+        part = self._requests.agree_on_part(max(self._least, min(self._total, int(PART_S / max(each_s, 1e-6)))))
         if not part:
             raise _StopEvaluation
         return part
@@ -67,6 +73,7 @@ class _Pace:
 def evaluate(engine: Engine, sets: Sequence[EvaluationSet], requests: StopRequests, step: int) -> StepRecord:
     """Returns the loss of each set, and that of all: the mean over all targets; none if the run is asked to end."""
     started, losses = time.perf_counter(), dict[str, float]()
+    requests.stops_after = "this part of the evaluation"
     pace = _Pace(engine, requests, step, sum(one.count for one in sets))
     try:
         for one in sets:
@@ -75,6 +82,8 @@ def evaluate(engine: Engine, sets: Sequence[EvaluationSet], requests: StopReques
         if dist.get_rank() == 0:
             log.info(f"the evaluation after step {step} ends without a result, because the run is asked to end")
         return {}
+    finally:
+        requests.stops_after = "this step"
     targets = sum(one.targets for one in sets)
     loss_of_all = losses[sets[0].name]
     if len(sets) > 1:

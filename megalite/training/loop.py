@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from megalite.config import Config
 from megalite.engine.batch_transfer import MicroBatch
@@ -130,13 +130,16 @@ class _TrainingRun:
             is_last = stop is not None or self._state.step >= self._total_steps
             if (is_save_due or stop) and not self._is_saved:
                 checkpoints.save(self._saved_state(), self._evaluation_loss, is_last=is_last)
-            if stop and self._state.step < self._total_steps:
-                checkpoints.finish(self._saved_state())
-                ending = TrainingInterrupted if stop.is_interrupt else TrainingPreempted
-                raise ending(f"{stop.reason}: the state of step {self._state.step} is saved, start again to go on")
+            if stop and (self._state.step < self._total_steps or (due.evaluation and self._evaluation_loss is None)):
+                self._leave(stop)
             self._is_save_asked = is_next_save_due or (due.save and not is_save_due)
         checkpoints.finish(self._saved_state())
         return self._state
+
+    def _leave(self, stop: Stop) -> NoReturn:
+        self._context.checkpoints.finish(self._saved_state())
+        ending = TrainingInterrupted if stop.is_interrupt else TrainingPreempted
+        raise ending(f"{stop.reason}: the state of step {self._state.step} is saved, start again to go on")
 
     def _due_after(self, step: int) -> _Due:
         every = self._config.training.self_check_every
@@ -242,7 +245,10 @@ class _TrainingRun:
         return found
 
     def _catch_up_evaluation(self, step: int) -> None:
+        self._context.requests.begin_step(step, step)
         found = evaluate(self._engine, self._context.evaluation, self._context.requests, step)
+        if not found and (stop := self._context.requests.agree(save_next=False).stop):
+            self._leave(stop)
         if found:
             self._context.observer.on_evaluation({"step": step} | found)
             self._context.checkpoints.add_evaluation(step, found["evaluation_loss"])

@@ -19,11 +19,14 @@ from typing import Any
 import pytest
 
 from launch.errors import FAILED_CODE, HUNG_CODE, PREEMPTED_CODE
+from launch.trainer.start.checks import position_without_lock
+from launch.trainer.start.flags import NO_FLAGS
 from megalite.checkpoint.manifest import read_manifest
+from megalite.config import Config
 from tests.e2e.conftest import References
 from tests.helpers.audit import audit, audit_against, complete, lost
 from tests.helpers.commands import metrics
-from tests.helpers.faults import ON_ALL_RANKS, ON_RANK_0, die_at, impatient, in_evaluation
+from tests.helpers.faults import ON_ALL_RANKS, ON_RANK_0, die_at, failing_evaluation, impatient, in_evaluation
 from tests.helpers.warm_runs import Session, session, train
 
 pytestmark = pytest.mark.slow
@@ -188,27 +191,46 @@ def has_done(running: Session, step: int) -> bool:
     return f" step {step}/" in running.output(0)
 
 
-@pytest.mark.parametrize(("layout", "number"), [("pp2", signal.SIGKILL), ("dp2-zero2", signal.SIGTERM)])
+@pytest.mark.parametrize(
+    ("layout", "number", "step"),
+    [("pp2", signal.SIGKILL, 8), ("dp2-zero2", signal.SIGTERM, 8), ("dp2-zero2", signal.SIGTERM, 12)],
+)
 def test_an_evaluation_loses_no_checkpoint(
-    layout: str, number: signal.Signals, config: dict[str, Any], references: References, tmp_path: Path
+    layout: str, number: signal.Signals, step: int, config: dict[str, Any], references: References, tmp_path: Path
 ) -> None:
     """A kill in one: the checkpoint of its step is there, which was written before. A request to stop ends it. Either
-    way the run that goes on evaluates first what was cut off."""
+    way the run that goes on evaluates first what was cut off, also behind its last step, and takes no step before it
+    stops again. The mirror gets the manifest as it is then."""
     config["training"] |= {"steps": 12, "evaluation": {"interval": 4, "samples": 8}}
     config |= {"parallel": LAYOUTS[layout], "checkpoint": {"interval": 4, "keep_last": 1, "keep_best": 1}}
     reference, run_dir = references.of(config), Path(config["run_dir"])
-    with session(tmp_path / "session", config, fault=(in_evaluation, (8, number, [0, 1]))) as running:
-        codes = running.wait()
-        assert codes == ([-number] * 2 if number == signal.SIGKILL else [PREEMPTED_CODE] * 2), running.output()
-        said = running.output(0)
+    (mirror := tmp_path / "mirror").mkdir()
+    config["checkpoint"]["mirror"] = mirror.as_uri()
+    for _ in range(1 + (number == signal.SIGTERM)):
+        with session(tmp_path / "session", config, fault=(in_evaluation, (step, number, [0, 1]))) as running:
+            codes = running.wait()
+            said = running.output(0)
+        assert codes == ([-number] * 2 if number == signal.SIGKILL else [PREEMPTED_CODE] * 2), said
     assert ("ends without a result" in said) == ("stopping after this part" in said) == (number == signal.SIGTERM), said
-    newest = read_manifest(run_dir / "checkpoints" / "step_00000008")
+    newest = read_manifest(run_dir / "checkpoints" / f"step_{step:08d}")
     assert newest.evaluation_loss is None, "keep_best does not judge it by another step"
-    (last,) = metrics(run_dir)[7:]
-    assert last["step"] == 8 and "evaluation_loss" not in last and last["goodput"] >= 0
+    (last,) = metrics(run_dir)[step - 1 :]
+    assert last["step"] == step and "evaluation_loss" not in last and last["goodput"] >= 0
+    assert not position_without_lock(Config.model_validate(config), NO_FLAGS).is_complete
     train(tmp_path / "session", config)
+    assert position_without_lock(Config.model_validate(config), NO_FLAGS).is_complete
     audit_against(reference.run_dir, run_dir, BATCH)
     losses = {record["step"]: record["evaluation_loss"] for record in metrics(run_dir) if "evaluation_loss" in record}
     for step in complete(run_dir / "checkpoints"):
-        assert read_manifest(run_dir / "checkpoints" / f"step_{step:08d}").evaluation_loss == losses[step]
+        here, there = (read_manifest(root / f"step_{step:08d}") for root in (run_dir / "checkpoints", mirror))
+        assert here == there and here.evaluation_loss == losses[step]
     assert complete(run_dir / "checkpoints") == {12, min(losses, key=lambda step: (losses[step], -step))}
+
+
+def test_an_evaluation_that_fails_waits_for_the_checkpoint_before_it(config: dict[str, Any], tmp_path: Path) -> None:
+    """A save in the background ends with its process."""
+    config["training"] |= {"steps": 12, "evaluation": {"interval": 4, "samples": 8}}
+    config |= {"parallel": LAYOUTS["dp2-zero2"], "checkpoint": {"interval": 4}}
+    with session(tmp_path / "session", config, fault=(failing_evaluation, (8, 0.5))) as running:
+        running.end(ALONE_S)
+        assert complete(Path(config["run_dir"]) / "checkpoints") == {4, 8}, running.output()

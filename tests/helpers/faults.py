@@ -245,6 +245,18 @@ def in_evaluation(folder: Path, rank: int, step: int, number: int, ranks: Sequen
     _before(evaluation._Pace, "next_part", strike, lambda self, *_: rank == 0 and self._step == step)
 
 
+def failing_evaluation(folder: Path, rank: int, step: int, save_s: float) -> None:
+    """The evaluation after `step` fails on rank 1 at once, as where memory is short, and a save takes so long."""
+    from megalite.training import evaluation
+
+    def fail() -> None:
+        raise RuntimeError("out of memory")
+
+    impatient(folder, rank)
+    slow_writer(folder, rank, save_s)
+    _before(evaluation._Pace, "next_part", fail, lambda self, *_: rank == 1 and self._step == step)
+
+
 def slow_writer(folder: Path, rank: int, seconds: float) -> None:
     """A checkpoint takes so much longer to write."""
     from megalite.checkpoint import saver

@@ -45,8 +45,9 @@ class RunPosition:
 
     @property
     def is_complete(self) -> bool:
-        """True if nothing is left to train."""
-        return self.start.step >= self.config.total_steps
+        """True if nothing is left to train, nor to evaluate after the last step."""
+        is_cut = self.start.step == self.config.total_steps and self.data.validation and self.start.lacks_evaluation
+        return self.start.step >= self.config.total_steps and not is_cut
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,11 @@ class Start:
         return self.manifest.step if self.is_resume and self.manifest else 0
 
     @property
+    def lacks_evaluation(self) -> bool:
+        """True if a resume goes on from a step that has not been evaluated, or was cut off in it."""
+        return self.is_resume and self.manifest is not None and self.manifest.evaluation_loss is None
+
+    @property
     def consumed_samples(self) -> int:
         """Samples that those steps took from the data."""
         return int(self.manifest.state.get("consumed_samples", 0)) if self.is_resume and self.manifest else 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +15,6 @@ from megalite.monitor.observer import Observer
 from megalite.monitor.records.step import StepRecord
 
 METRICS = "metrics.jsonl"
-LAST_BYTES = 1 << 20  # more than a record takes
 
 
 class JsonLinesSink(Observer):
@@ -46,8 +44,8 @@ class JsonLinesSink(Observer):
         if "loss" in record:
             self.on_step(record)
             return
-        for last in deque(stream_records(self._path, LAST_BYTES), maxlen=1):  # whose evaluation was cut off
-            self.on_step(last | record)
+        for known in list(stream_records(self._path, after_step=record["step"] - 1)):  # none: it has been lost
+            self.on_step(known | record)
 
     def sync(self) -> None:
         self._file.sync()

@@ -51,8 +51,9 @@ def _answers(rank: int, cases: list[Case]) -> list[dict[str, Any]]:
             result = engine.train_step(micro_batches_of(engine, case, batch), case.learning_rate)
             seen["norms"].append(float(result.grad_norm))
             for count in COUNTS:
-                loss = engine.evaluate(parts[:count] if engine.needs_data else [], count)
-                seen["losses"].append(float(loss))
+                held_out = parts[:count] if engine.needs_data else []
+                seen["losses"].append(float(engine.evaluate(held_out, count)))
+                assert float(engine.evaluate(held_out, count, lambda done: 2)) == seen["losses"][-1], "in parts"
             for shape in SHAPES:
                 tokens = draw.integers(0, 131, shape)
                 positions = np.broadcast_to(np.arange(shape[1]), shape).copy()

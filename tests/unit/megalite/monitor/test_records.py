@@ -66,6 +66,19 @@ def test_steps_after_the_resume_point_are_dropped_and_written_again(tmp_path: Pa
     assert all(json.loads(line) for line in path.read_text().splitlines())
 
 
+def test_a_late_evaluation_is_added_to_the_record_of_its_step(tmp_path: Path) -> None:
+    """Where storage has lost that record, another step's would be taken for it."""
+    path, late = tmp_path / "metrics.jsonl", StepRecord(step=3, evaluation_loss=0.5)
+    first = JsonLinesSink(path, 0)
+    for step in (1, 2):
+        first.on_step(record(step))
+    JsonLinesSink(path, 3).on_evaluation(late)
+    assert list(stream_records(path)) == [record(1), record(2)]
+    first.on_evaluation(record(3))
+    JsonLinesSink(path, 3).on_evaluation(late)
+    assert list(stream_records(path)) == [record(1), record(2), record(3) | late]
+
+
 def test_a_norm_that_is_not_finite_is_null(tmp_path: Path) -> None:
     """JSON has no infinity, and `json.dumps` writes one all the same."""
     sink = JsonLinesSink(tmp_path / "metrics.jsonl", 0)
