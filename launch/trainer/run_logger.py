@@ -7,7 +7,7 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from data_pipeline.samples.mix import MixedSamples
 from launch.runtime.logs import get_logger
@@ -22,6 +22,7 @@ from megalite.checkpoint.fence import EVERY_S, fence
 from megalite.monitor.events import EVENTS, EventLog, read_events
 from megalite.monitor.observer import Nonfatal, Observer
 from megalite.monitor.records.step import StepRecord
+from megalite.monitor.sinks.jsonl import METRICS, stream_records
 from megalite.units import plural
 
 if TYPE_CHECKING:
@@ -73,11 +74,11 @@ class RunLogger(Observer):
         if (host := self._host_metrics) is not None:
             with self._nonfatal(PrometheusExporter.name):
                 exporters = [PrometheusExporter(config, setup.layout, first_step, host, self._goodput, self._nonfatal)]
-        sinks = open_sinks(config, first_step, self._nonfatal)
+        self._sinks = open_sinks(config, first_step, self._nonfatal)
         page = [RunPageProcess(config.run_dir)] if config.monitor.report else []
         training = setup.data.training  # the order in which fields stand in a record
         of_sources = [SourceProgress(training, config.total_steps)] if isinstance(training, MixedSamples) else []
-        self._observers = [*self._others, *of_sources, self._goodput, self.prediction, *exporters, *sinks, *page]
+        self._observers = [*self._others, *of_sources, self._goodput, self.prediction, *exporters, *self._sinks, *page]
         missing = format_steps_without_record(self._goodput.without_record)
         for notice in (*setup.layout.notices, *setup.data.notices, *setup.start.notices, *missing):
             self.log_notice(notice)
@@ -141,9 +142,16 @@ class RunLogger(Observer):
             self._log_length(record["step"])
 
     def on_evaluation(self, record: StepRecord) -> None:
+        """Without a loss it is what a resumed run adds to the record of its last step, whose evaluation was cut off."""
         if self._is_rank_zero and "loss" in record:
             record = record | self._goodput.so_far()
-        self._for_each(lambda observer: observer.on_evaluation(record))
+            self._for_each(lambda observer: observer.on_evaluation(record))
+        elif self._is_rank_zero:
+            with self._nonfatal(METRICS):  # storage may have lost that record
+                for known in list(stream_records(self._config.run_dir / METRICS, after_step=record["step"] - 1)):
+                    for sink in self._sinks:
+                        with self._nonfatal(sink.name):
+                            sink.on_step(cast(StepRecord, known | record))
 
     def on_breakdown(self, breakdown: StepBreakdown) -> None:
         self._for_each(lambda observer: observer.on_breakdown(breakdown))

@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from megalite.checkpoint.digests import newest_intact
 from megalite.checkpoint.engine_state import load_engine
-from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.manifest import Manifest, step_folder
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.remote.mirror import Mirror

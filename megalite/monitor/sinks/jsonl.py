@@ -26,7 +26,7 @@ class JsonLinesSink(Observer):
     name = METRICS
 
     def __init__(self, path: Path, resumed_step: int) -> None:
-        self._path, self._file, self._last_step = path, LineFile(path), resumed_step
+        self._file, self._last_step = LineFile(path), resumed_step
         self._file.cut_after(resumed_step)
 
     def on_step(self, record: StepRecord | dict[str, Any]) -> None:
@@ -41,11 +41,7 @@ class JsonLinesSink(Observer):
         self._file.append(json.dumps(_finite(ordered)) + "\n")
 
     def on_evaluation(self, record: StepRecord) -> None:
-        if "loss" in record:
-            self.on_step(record)
-            return
-        for known in list(stream_records(self._path, after_step=record["step"] - 1)):  # none: it has been lost
-            self.on_step(known | record)
+        self.on_step(record)
 
     def sync(self) -> None:
         self._file.sync()

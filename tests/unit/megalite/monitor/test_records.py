@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 from launch.trainer.run_logger import RunLogger
@@ -67,16 +68,18 @@ def test_steps_after_the_resume_point_are_dropped_and_written_again(tmp_path: Pa
 
 
 def test_a_late_evaluation_is_added_to_the_record_of_its_step(tmp_path: Path) -> None:
-    """Where storage has lost that record, another step's would be taken for it."""
-    path, late = tmp_path / "metrics.jsonl", StepRecord(step=3, evaluation_loss=0.5)
-    first = JsonLinesSink(path, 0)
+    """Where storage has lost that record, another step's would be taken for it. All sinks are given the whole."""
+    path, late, other = tmp_path / "metrics.jsonl", StepRecord(step=3, evaluation_loss=0.5), Thermometer(0)
+    first, log = JsonLinesSink(path, 0), cast(Any, RunLogger.__new__(RunLogger))
+    log._sinks, log._is_rank_zero, log._nonfatal = [first, other], True, Nonfatal(lambda _: None)
+    log._config = SimpleNamespace(run_dir=tmp_path)
     for step in (1, 2):
         first.on_step(record(step))
-    JsonLinesSink(path, 3).on_evaluation(late)
-    assert list(stream_records(path)) == [record(1), record(2)]
+    log.on_evaluation(late)
+    assert list(stream_records(path)) == [record(1), record(2)] and not other.seen
     first.on_evaluation(record(3))
-    JsonLinesSink(path, 3).on_evaluation(late)
-    assert list(stream_records(path)) == [record(1), record(2), record(3) | late]
+    log.on_evaluation(late)
+    assert list(stream_records(path)) == [record(1), record(2), *other.seen] and other.seen == [record(3) | late]
 
 
 def test_a_norm_that_is_not_finite_is_null(tmp_path: Path) -> None:
