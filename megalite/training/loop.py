@@ -142,8 +142,9 @@ class _TrainingRun:
         raise ending(f"{stop.reason}: the state of step {self._state.step} is saved, start again to go on")
 
     def _due_after(self, step: int) -> _Due:
-        every = self._config.training.self_check_every
-        save = self._is_save_asked or _saves_by_config(self._config, step, self._total_steps)
+        every, checkpoint = self._config.training.self_check_every, self._config.checkpoint
+        is_periodic = checkpoint.interval != "auto" and _is_multiple(step, checkpoint.interval)
+        save = self._is_save_asked or is_periodic or (checkpoint.save_last and step == self._total_steps)
         return _Due(every > 0 and (save or _is_multiple(step, every)), self._is_evaluated(step), save)
 
     def _reads_at_once(self, step: int, due: _Due) -> bool:
@@ -309,13 +310,6 @@ def _intervene(
     else:
         context.guard.rolled_back(returned[0].guard)
     return returned
-
-
-def _saves_by_config(config: Config, step: int, total_steps: int) -> bool:
-    """Returns whether the config alone asks for a checkpoint after `step`."""
-    checkpoint = config.checkpoint
-    periodic = checkpoint.interval != "auto" and _is_multiple(step, checkpoint.interval)
-    return periodic or (checkpoint.save_last and step == total_steps)
 
 
 def _is_multiple(step: int, interval: int) -> bool:

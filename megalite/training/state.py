@@ -27,9 +27,7 @@ class TrainState(BaseModel):
     source_losses: dict[str, tuple[float, int]] = {}  # megalite.monitor.source_losses.Sums that no record tells yet
     data_fingerprint: str = ""
     data_content: str = ""  # digest of some tokens of a text without metadata, of which the fingerprint knows lengths
-    data_mix: dict[
-        str, Any
-    ] = {}  # sources and stages followed so far, of data_pipeline.samples.mix.MixRecord; empty: one text
+    data_mix: dict[str, Any] = {}  # sources and stages so far, of data_pipeline.samples.mix.MixRecord; empty: one text
     seed: int = 0
 
     def after(self, *, samples: int, tokens: int, skipped: bool) -> TrainState:
@@ -51,9 +49,8 @@ class TrainState(BaseModel):
         """
         excluded = (*to.excluded_samples, (to.consumed_samples, self.consumed_samples))
         # the mix of this run may have been given another future than that of the checkpoint
-        kept = {
-            name: getattr(self, name) for name in ("consumed_samples", "data_fingerprint", "data_content", "data_mix")
-        }
+        ours = ("consumed_samples", "data_fingerprint", "data_content", "data_mix")
+        kept = {name: getattr(self, name) for name in ours}
         return to.model_copy(update=kept | {"excluded_samples": excluded})
 
 
