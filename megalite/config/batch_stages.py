@@ -8,7 +8,6 @@ So a step always reads whole samples, and consumed samples say where the data go
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -54,7 +53,7 @@ class BatchSchedule:
     def __init__(self, training: TrainingConfig, step: int = 0, tokens_seen: int = 0) -> None:
         self.step, self.tokens_seen = step, tokens_seen
         self.sample_length = sample_length(training)
-        self.stretches = tuple(_without_empty(_stretches(training, step, tokens_seen)))
+        self.stretches = _stretches(training, step, tokens_seen)
         self._steps = [stretch.step for stretch in self.stretches]
         self._tokens = [stretch.tokens for stretch in self.stretches]
 
@@ -117,24 +116,18 @@ def largest_shape(training: TrainingConfig) -> BatchShape:
     return max(shapes_of(training), key=size)
 
 
-def _stretches(training: TrainingConfig, step: int, tokens: int) -> Iterator[BatchStretch]:
-    """Yields the stretches from a position on; of two that begin with the same step the first one is empty."""
+def _stretches(training: TrainingConfig, step: int, tokens: int) -> tuple[BatchStretch, ...]:
+    """Returns the stretches from a position on; of two that begin with the same step the second one alone."""
     shape, *others = shapes_of(training)
-    yield BatchStretch(step, tokens, shape, "")
+    found = [BatchStretch(step, tokens, shape, "")]
     for stage, following in zip(training.stages, others, strict=True):
         if stage.from_steps is not None:
             steps = stage.from_steps - step
         else:
             steps = -((tokens - (stage.from_tokens or 0)) // shape.tokens)
         steps = max(0, steps)  # one that has begun before the position counts from there
+        if not steps:
+            found.pop()
         step, tokens, shape = step + steps, tokens + steps * shape.tokens, following
-        yield BatchStretch(step, tokens, shape, stage.place)
-
-
-def _without_empty(stretches: Iterator[BatchStretch]) -> Iterator[BatchStretch]:
-    last = next(stretches)
-    for stretch in stretches:
-        if stretch.step > last.step:
-            yield last
-        last = stretch
-    yield last
+        found.append(BatchStretch(step, tokens, shape, stage.place))
+    return tuple(found)

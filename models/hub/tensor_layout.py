@@ -54,17 +54,10 @@ class _Part:
 
     run: RowRun
     tensor: HubTensor
-    first: int  # first row, counted from the start of the run
-    count: int
+    own_rows: slice  # of our tensor
+    hub_rows: slice  # the same rows of the hub tensor
     offset: int  # first row in the block
-
-    @property
-    def own_rows(self) -> slice:
-        return slice(self.run.own + self.first, self.run.own + self.first + self.count)
-
-    @property
-    def hub_rows(self) -> slice:
-        return slice(self.run.hub + self.first, self.run.hub + self.first + self.count)
+    count: int
 
 
 class HubLayout:
@@ -128,7 +121,8 @@ def _parts(
         start = start_of(run)
         first, stop = max(rows.start, start), min(rows.stop, start + run.count)
         if first < stop:
-            yield _Part(run, tensor, first - start, stop - first, first - rows.start)
+            own, hub = (slice(begin + first - start, begin + stop - start) for begin in (run.own, run.hub))
+            yield _Part(run, tensor, own, hub, first - rows.start, stop - first)
 
 
 def _joined(parts: Iterator[_Part], block: Callable[[_Part], Tensor], dim: int, source: Slices) -> Tensor:
