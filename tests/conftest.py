@@ -2,8 +2,8 @@
 
 `tests/unit` mirrors the sources and starts no ranks; `tests/performance` counts what a training step costs;
 `tests/ranks` runs functions on ranks; `tests/e2e` runs whole commands; `tests/cluster` needs several hosts. A test
-marked `exhaustive` belongs to a full matrix: `make test` runs a part of that matrix that covers every pair of its axes'
-values, `make test-all` runs all of it.
+marked `exhaustive` belongs to a full matrix: `make test` runs a part of that matrix, which covers every pair of its
+axes' values or is drawn anew each time, `make test-all` runs all of it.
 """
 
 from __future__ import annotations
