@@ -59,12 +59,13 @@ def generate(
 
     Example: `megalite generate runs/quickstart/hf --prompt "def main(" --temperature 0.8 --top-p 0.95`
     """
-    with loading("PyTorch and transformers"):
-        from launch.inference.generate import GenerateRequest, run
-        from launch.inference.session import ModelPlacement
+    from launch.inference.requests import GenerateRequest, ModelPlacement
 
     place = ModelPlacement(model, tensor_parallel_size, device, dtype, tokenizer)
     request = GenerateRequest(place, prompt or [], max_new_tokens, temperature, top_k, top_p, seed, chat, as_json)
+    place.check()
+    with loading("PyTorch and transformers"):
+        from launch.inference.generate import run
     _exit_with(lambda: run(request))
 
 
@@ -111,10 +112,7 @@ def evaluate(
 
     Example: `megalite evaluate runs/quickstart/hf --text README.md --sequence-length 256 --stride 128`
     """
-    with loading("PyTorch and transformers"):
-        from launch.inference.evaluate import run
-        from launch.inference.scored_data import EvaluateRequest
-        from launch.inference.session import ModelPlacement
+    from launch.inference.requests import EvaluateRequest, ModelPlacement
 
     place = ModelPlacement(model, tensor_parallel_size, device, dtype, tokenizer)
     request = EvaluateRequest(
@@ -129,6 +127,9 @@ def evaluate(
         stride,
         as_json,
     )
+    request.check()
+    with loading("PyTorch and transformers"):
+        from launch.inference.evaluate import run
     _exit_with(lambda: run(request))
 
 

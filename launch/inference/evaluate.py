@@ -19,7 +19,8 @@ import torch
 
 from data_pipeline.loader import IGNORED_TARGET
 from launch.errors import LaunchError
-from launch.inference.scored_data import EvaluateRequest, Prepared, Score, Texts, scored_data
+from launch.inference.requests import EvaluateRequest
+from launch.inference.scored_data import Prepared, Score, Texts, scored_data
 from launch.inference.session import Loaded, rank_main
 from launch.inference.session import run as run_anywhere
 from launch.output import spinner

@@ -7,7 +7,6 @@ In: prompts and sampling options. Out: a `Generation` for each prompt, one after
 from __future__ import annotations
 
 import json
-import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +23,8 @@ from data_pipeline.tokenizers.reading import HubTokenizer
 from launch.conversion.huggingface.model_folder import DTYPES
 from launch.errors import LaunchError
 from launch.inference.chat_template import Dialogue
-from launch.inference.session import Loaded, ModelPlacement, load, rank_main, resolve
+from launch.inference.requests import GenerateRequest, ModelPlacement
+from launch.inference.session import Loaded, load, rank_main, resolve
 from launch.inference.session import run as run_anywhere
 from launch.inference.stored_model import StoredModel
 from launch.runtime.devices import gpu_memory_bytes
@@ -74,46 +74,6 @@ class TextStream:
 
 
 Write = Callable[[str], object]
-MOST_NEW_TOKENS = 1_000_000  # the cache has room for all of them from the beginning on
-LEAST_TEMPERATURE = 1e-6  # logits divided by a smaller one may be infinite
-
-
-@dataclass(frozen=True)
-class GenerateRequest:
-    """The options of `megalite generate`."""
-
-    place: ModelPlacement
-    prompts: list[str]  # none in chat: what is typed
-    max_new_tokens: int = 128
-    temperature: float = 0.0  # 0: always the most likely token
-    top_k: int | None = None
-    top_p: float = 1.0
-    seed: int = 0  # for the first prompt; each further one adds one
-    chat: bool = False  # prompts are a user's messages in one conversation, rendered by the tokenizer's chat template
-    as_json: bool = False
-
-    def __post_init__(self) -> None:
-        if self.max_new_tokens < 1 or (self.top_k is not None and self.top_k < 1):
-            raise LaunchError("max_new_tokens and top_k are at least 1")
-        if self.max_new_tokens > MOST_NEW_TOKENS:
-            raise LaunchError(f"max_new_tokens {self.max_new_tokens:,} is more than {MOST_NEW_TOKENS:,}: ask for fewer")
-        if self.temperature != 0 and not LEAST_TEMPERATURE <= self.temperature < math.inf:
-            raise LaunchError(
-                f"temperature {self.temperature} is neither 0 nor a finite number from {LEAST_TEMPERATURE} on"
-            )
-        if not self.prompts and not self.chat:
-            raise LaunchError("give --prompt TEXT; with --chat alone a conversation is read from standard input")
-        if not self.prompts and self.place.tensor_parallel_size > 1:
-            raise LaunchError(
-                "a conversation is read from standard input by one process: give its messages by --prompt, or leave "
-                "out --tensor-parallel-size"
-            )
-        if any("\ud800" <= character <= "\udfff" for prompt in self.prompts for character in prompt):
-            raise LaunchError("a prompt is not UTF-8 text: no tokenizer reads it")
-        if not 0 < self.top_p <= 1:
-            raise LaunchError(f"top_p {self.top_p} is not above 0 and at most 1")
-        if self.temperature == 0 and (self.top_k is not None or self.top_p < 1):
-            raise LaunchError("top_k and top_p choose among tokens to draw: set temperature above 0, such as 1.0")
 
 
 @dataclass(frozen=True)
@@ -244,10 +204,14 @@ def _prompt_tokens(
         name = f"prompt {number + 1}" if len(request.prompts) > 1 else "the prompt"
         tokens = dialogue.ask(prompt, name)
     else:
-        tokens = _tokens_of(prompt, tokenizer)
+        start = [token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id) if token is not None][:1]
+        tokens = tokenizer.ids(prompt) or start
+        if not tokens:
+            raise LaunchError("the prompt is empty, and the tokenizer has no token that starts a text: give a prompt")
     stored.check_ids(tokens, "the prompt")
     check_cache(stored.model, resolve(request.place, stored), len(tokens) + request.max_new_tokens)
-    model, new, room = stored.model, request.max_new_tokens, _room(stored.model, len(tokens))
+    model, new = stored.model, request.max_new_tokens
+    room = model.max_position_embeddings + 1 - len(tokens)
     if model.position_embedding == "learned" and new > room:
         raise LaunchError(
             f"{len(tokens)} tokens of the prompt and {new} new ones are more than the {model.max_position_embeddings} "
@@ -271,31 +235,16 @@ def check_cache(model: ModelConfig, place: ModelPlacement, tokens: int) -> None:
         )
 
 
-def _room(model: ModelConfig, prompt_tokens: int) -> int:
-    """Returns how many new tokens the model is meant for after a prompt; the last one is never read."""
-    return model.max_position_embeddings + 1 - prompt_tokens
-
-
 def _warn_of_length(model: ModelConfig, prompt_tokens: int, new: int) -> bool:
     """Warns of more tokens than the model is meant for; returns whether it did."""
-    room = _room(model, prompt_tokens)
+    room = model.max_position_embeddings + 1 - prompt_tokens  # the last one is never read
     if new > room:
         log.warning(
-            "%d tokens of the prompt and up to %d new ones are more than the %d this model is meant for: %s",
-            prompt_tokens,
-            new,
-            model.max_position_embeddings,
-            f"ask for {room} new ones" if room > 0 else "shorten the prompt",
+            f"{prompt_tokens} tokens of the prompt and up to {new} new ones are more than the "
+            f"{model.max_position_embeddings} this model is meant for: "
+            + (f"ask for {room} new ones" if room > 0 else "shorten the prompt")
         )
     return new > room
-
-
-def _tokens_of(prompt: str, tokenizer: HubTokenizer) -> list[int]:
-    ids = tokenizer.ids(prompt)
-    start = [token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id) if token is not None][:1]
-    if not ids and not start:
-        raise LaunchError("the prompt is empty, and the tokenizer has no token that starts a text: give a prompt")
-    return ids or start
 
 
 def run(request: GenerateRequest) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,7 +24,8 @@ from data_pipeline.sources.document import refuse_bad_row
 from data_pipeline.storage.files import with_ending
 from data_pipeline.windows import Window, document_windows, equally_long_batches
 from launch.errors import LaunchError
-from launch.inference.session import Loaded, ModelPlacement
+from launch.inference.requests import EvaluateRequest
+from launch.inference.session import Loaded
 from launch.inference.stored_model import StoredModel
 from launch.runtime.logs import get_logger
 from launch.trainer.data.opening import PACKINGS
@@ -39,30 +41,6 @@ from megalite.config.sections import TrainingConfig
 LONGEST_BY_DEFAULT = 2048  # tokens, for a model that no run saved, whose context may be a million tokens
 log = get_logger(__name__)
 ANY = TypeVar("ANY", bound=Section)
-
-
-@dataclass(frozen=True)
-class EvaluateRequest:
-    """The options of `megalite evaluate`; None and empty: those of the run, or everything."""
-
-    place: ModelPlacement
-    text: list[str]  # sources, as `megalite prepare` takes them
-    data: list[str]  # prefixes of prepared data
-    text_field: str = "text"
-    split: Split | None = None
-    held_out_fraction: float | None = None
-    samples: int | None = None
-    sequence_length: int | None = None
-    stride: int | None = None
-    as_json: bool = False
-
-    def __post_init__(self) -> None:
-        if self.text and self.data:
-            raise LaunchError("--text and --data are two things to score: give one of them")
-        of_data = {"--split": self.split, "--held-out-fraction": self.held_out_fraction, "--samples": self.samples}
-        for option, value in of_data.items() if self.text else [("--stride", self.stride)]:
-            if value is not None:
-                raise LaunchError(f"{option} belongs to {'--data' if self.text else '--text'}: leave it out")
 
 
 BATCH_TOKENS = 8192  # read at once, unless one row is longer
@@ -103,7 +81,8 @@ class Texts:
 
     def _windows(self, stored: StoredModel, score: Score) -> Iterator[Window]:
         tokenizer = stored.loaded_tokenizer
-        for text in documents(self.sources):
+        read = chain.from_iterable(source.documents(refuse_bad_row) for source in self.sources)
+        for text in filter(None, ("".join(document.blocks) for document in read)):
             ids = tokenizer.ids(text)
             stored.check_ids(ids, "the text")
             # the first token is not predicted, so its bytes do not count; a special token has none
@@ -249,11 +228,3 @@ def _section(kind: type[ANY], stored: StoredModel, name: str) -> ANY | None:
         return kind.model_validate(options)
     except ValidationError as error:
         raise CheckpointError(f"{stored.folder}: {describe_validation_error(error, kind)}") from None
-
-
-def documents(sources: list[Source]) -> Iterator[str]:
-    """Yields whole documents, those without text left out."""
-    for source in sources:
-        for document in source.documents(refuse_bad_row):
-            if text := "".join(document.blocks):
-                yield text

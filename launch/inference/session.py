@@ -19,6 +19,7 @@ import torch
 from launch.conversion.huggingface.model_folder import DTYPES
 from launch.conversion.huggingface.serial_model import filled_model
 from launch.errors import FAILED_CODE, USER_ERROR_CODE, USER_ERRORS, LaunchError
+from launch.inference.requests import ModelPlacement
 from launch.inference.stored_model import StoredModel, open_stored
 from launch.output import FIRST_WORD_S, spinner
 from launch.runtime.devices import gpu_count
@@ -36,17 +37,6 @@ from megalite.parallel.expert_balance import expert_balances
 from megalite.parallel.layers import SerialModel
 from megalite.parallel.mesh import Mesh
 from megalite.resilience.signals import take_signals
-
-
-@dataclass(frozen=True)
-class ModelPlacement:
-    """A model and the devices to run it on."""
-
-    path: str  # Hugging Face folder, hub id, checkpoint or run folder
-    tensor_parallel_size: int = 1
-    device: str = "auto"  # cpu or cuda; auto: GPUs if there are any
-    dtype: str = "auto"  # fp32, bf16 or fp16; auto: as stored on GPUs, fp32 on a CPU
-    tokenizer: str | None = None  # its folder; None: the one that the model knows
 
 
 @dataclass(frozen=True)
@@ -130,13 +120,9 @@ def run(
 
 def rank_main(arguments: Sequence[str], kind: Callable[..., Any], work: Callable[[Any, Loaded], None]) -> int:
     """Runs one of the ranks that `run` starts, for requests of one kind. Returns the exit code."""
-    from megalite.engine.deepspeed.process_groups import (  # DeepSpeed: only ranks need it
-        start_distributed,
-        stop_distributed,
-    )
+    from megalite.engine.deepspeed.process_groups import start_distributed, stop_distributed  # only ranks need it
 
-    signals = take_signals()
-    signals.when = ""
+    take_signals().when = ""
     end_with_parent()
     values = json.loads(Path(arguments[0]).read_text())
     request = kind(**values | {"place": ModelPlacement(**values["place"])})

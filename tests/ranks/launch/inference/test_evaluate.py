@@ -18,8 +18,8 @@ from launch.cli.app import main
 from launch.errors import USER_ERRORS, LaunchError
 from launch.inference.evaluate import Evaluation, evaluate
 from launch.inference.generate import generate
-from launch.inference.scored_data import EvaluateRequest
-from launch.inference.session import ModelPlacement, load
+from launch.inference.requests import EvaluateRequest, ModelPlacement
+from launch.inference.session import load
 from tests.helpers.commands import metrics
 from tests.helpers.hub_models import HubModel
 from tests.helpers.rank_pool import run_ranks

@@ -26,8 +26,9 @@ from launch.cli.app import main
 from launch.conversion.huggingface.importing import import_hugging_face
 from launch.errors import USER_ERRORS
 from launch.inference import session as inference
-from launch.inference.generate import CUT_CHARACTER, GenerateRequest, TextStream, generate, generations, run
-from launch.inference.session import ModelPlacement, load
+from launch.inference.generate import CUT_CHARACTER, TextStream, generate, generations, run
+from launch.inference.requests import GenerateRequest, ModelPlacement
+from launch.inference.session import load
 from launch.inference.stored_model import open_stored
 from megalite.parallel.mesh import Mesh
 from models.generation import Sampling

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from data_pipeline.storage.indexed_writer import IndexedWriter
-from launch.inference.scored_data import EvaluateRequest
-from launch.inference.session import ModelPlacement
+from launch.inference.requests import EvaluateRequest, ModelPlacement
 from launch.trainer.data.packing import pack_data
 from megalite.config import Config
 from tests.conftest import VOCAB_SIZE

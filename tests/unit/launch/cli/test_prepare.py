@@ -6,6 +6,7 @@ import argparse
 import errno
 import json
 import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -225,7 +226,15 @@ def test_what_was_probably_meant_is_named(
     assert (
         run(["prepare", "corpus/b.md", "-t", "tok", "-o", "y", "--train-vocab-size", "300"], monkeypatch, capfd)[0] == 0
     )
+    Path("hf").mkdir()
+    Path("hf/config.json").write_text("{}")
+    for name in ("generate", "evaluate"):
+        monkeypatch.setitem(sys.modules, f"launch.inference.{name}", None)  # seconds of PyTorch, for a wrong path
     for words, says in {
+        "generate rns -p a": "there is no such checkpoint folder (did you mean runs?)",
+        "generate hf -p a --top-p 4": "top_p 4.0 is not above 0 and at most 1",
+        "evaluate hf --text corpus/a.json": "source corpus/a.json does not exist (did you mean corpus/a.jsonl?)",
+        "evaluate hf --data mnie": "mnie.bin does not exist (did you mean mine?)",
         "prepare corpus/a.json -t tok -o x": "source corpus/a.json does not exist (did you mean corpus/a.jsonl?)",
         "prepare corpsu/a.jsonl -t tok -o x": "source corpsu/a.jsonl does not exist (did you mean corpus?)",
         "prepare python-stdlb -t tok -o x": "does not exist (did you mean python-stdlib?)",

@@ -13,8 +13,7 @@ from data_pipeline.tokenizers.reading import HubTokenizer
 from launch.errors import LaunchError
 from launch.inference import generate
 from launch.inference.chat_template import Dialogue
-from launch.inference.generate import GenerateRequest
-from launch.inference.session import ModelPlacement
+from launch.inference.requests import GenerateRequest, ModelPlacement
 from megalite.config import ModelConfig
 from megalite.config.known_models import run_of
 from tests.unit.data_pipeline.chat.templates import ENDS, NOT_SPECIAL, SPECIAL, TEMPLATES

@@ -8,8 +8,8 @@ from typing import Any, cast
 import pytest
 
 from launch.errors import USER_ERRORS
-from launch.inference.scored_data import EvaluateRequest, Prepared, scored_data
-from launch.inference.session import ModelPlacement
+from launch.inference.requests import EvaluateRequest, ModelPlacement
+from launch.inference.scored_data import Prepared, scored_data
 from launch.inference.stored_model import StoredModel
 from launch.trainer.data.packing import pack_data
 from megalite.config import Config

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from launch.conversion.huggingface.exporting import plan_export
-from launch.inference.session import ModelPlacement, load
+from launch.inference.requests import ModelPlacement
+from launch.inference.session import load
 from megalite.checkpoint import engine_state
 from megalite.checkpoint.engine_state import load_engine, own_blocks, own_size
 from megalite.checkpoint.errors import CheckpointError
