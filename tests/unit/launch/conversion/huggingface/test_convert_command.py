@@ -35,7 +35,7 @@ def test_both_ways_with_every_option(tmp_path: Path, folder: Path) -> None:
     checkpoint, out = tmp_path / "checkpoint", tmp_path / "out"
     planned = megalite("import", folder, checkpoint, "--dry-run")
     assert f"would import {folder} -> {checkpoint}: llama, 30 tensors, 77,280 parameters, bf16" in planned
-    assert "model.safetensors" in planned and "writes 0.31 MB" in planned and not checkpoint.exists()
+    assert "model.safetensors" in planned and "writes 309.1 kB" in planned and not checkpoint.exists()
     said = megalite("import", folder, checkpoint)
     assert "llama, 30 tensors, 77,280 parameters, bf16" in said and "B/s)" in said and "MB of memory" in said
     assert "validated in" in said and "packed documents" in said
