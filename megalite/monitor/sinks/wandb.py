@@ -65,7 +65,9 @@ class WandbSink(Observer):
         self._run.define_metric("*", step_metric="step")
 
     def on_step(self, record: StepRecord) -> None:
-        self._run.log(flat_numbers(record) | {"step": record["step"]})
+        # wandb counts from 0 in each offline session, and drops what it has had when they are synced
+        number = max(record["step"], self._run.step)
+        self._run.log(flat_numbers(record) | {"step": record["step"]}, step=number, commit=True)
 
     def close(self) -> None:
         self._run.finish()

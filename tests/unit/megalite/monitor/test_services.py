@@ -131,7 +131,7 @@ def test_all_sessions_of_a_run_folder_are_one_run_of_wandb(tmp_path: Path) -> No
         [sys.executable, "-P", "-c", SESSIONS, tmp_path], capture_output=True, text=True, check=True, timeout=100
     )
     assert "ignored" not in done.stdout + done.stderr
-    runs, steps, axes = [], [], []
+    runs, steps, axes, numbers = [], [], [], []
     for file in [
         file for name in ("moved", "copy") for file in sorted((tmp_path / name).glob("wandb/offline-run-*/*.wandb"))
     ]:
@@ -142,6 +142,7 @@ def test_all_sessions_of_a_run_folder_are_one_run_of_wandb(tmp_path: Path) -> No
             if record.HasField("history"):
                 found = {item.key or item.nested_key[0]: item.value_json for item in record.history.item}
                 steps.append((int(found["step"]), float(found["loss"])))
+                numbers.append(record.history.step.num)
             elif record.HasField("metric"):
                 axes.append((record.metric.name or record.metric.glob_name, record.metric.step_metric))
             elif record.HasField("run") and record.run.run_group == "ours":
@@ -151,6 +152,7 @@ def test_all_sessions_of_a_run_folder_are_one_run_of_wandb(tmp_path: Path) -> No
                 assert record.run.run_group == str(tmp_path / ("moved" if len(runs) > 1 else "run"))
     assert len(runs) == 3 and len({*runs}) == 2
     assert steps == [(step, 1.0 + step) for step in (1, 2, 3, 4, 2, 3, 3, 4, 5)]
+    assert numbers == [1, 2, 3, 4, 5, 6, 3, 4, 5], "of wandb's own, which begin where the session does"
     assert {("step", ""), ("*", "step")} <= {*axes}
 
 
