@@ -62,6 +62,13 @@ def renew_page(path: Path, text: str) -> None:
     path.write_text(text + BY_HAND + notes)
 
 
+def show(text: str, path: Path, *, renews: bool) -> None:
+    """Prints a page of results; with `renews`, where all was measured, it takes the place of the old one too."""
+    print(text)
+    if renews:
+        renew_page(path, text)
+
+
 def header(*columns: str, words: int = 1) -> list[str]:
     """Returns the head of a table, in which the first columns hold `words` and the others numbers."""
     return [row(columns), f"|{'---|' * words}{'---:|' * (len(columns) - words)}"]

@@ -205,10 +205,7 @@ def main() -> None:
         command = [sys.executable, "-m", "benchmarks.offload", "--peak", variant]
         peaks[variant] = json.loads(subprocess.run(command, check=True, capture_output=True).stdout.splitlines()[-1])
     took, apart, kept = compare(rounds)
-    text = report(rows_of(took, apart, peaks), kept, rounds, load)
-    print(text)
-    if options.rounds is None:
-        harness.renew_page(RESULTS, text)
+    harness.show(report(rows_of(took, apart, peaks), kept, rounds, load), RESULTS, renews=options.rounds is None)
 
 
 if __name__ == "__main__":

@@ -265,10 +265,8 @@ def main() -> None:
         missing += without
         if OURS in taken:
             table += rows(layout, taken)
-    text = report(table, missing, options, load)
-    print(text)
-    if not options.layouts and options.sides == list(SIDES):
-        harness.renew_page(RESULTS, text)
+    is_whole = not options.layouts and options.sides == list(SIDES)
+    harness.show(report(table, missing, options, load), RESULTS, renews=is_whole)
 
 
 if __name__ == "__main__":

@@ -202,10 +202,7 @@ def main() -> None:
     load = harness.Load()
     ranks = run_ranks(measure, STAGES, schedules, options.steps, timeout_s=120 + 20 * options.steps * len(schedules))
     table = [row(schedule, [rank[schedule] for rank in ranks]) for schedule in schedules]
-    text = report(table, options.steps, load)
-    print(text)
-    if not options.schedule:
-        harness.renew_page(RESULTS, text)
+    harness.show(report(table, options.steps, load), RESULTS, renews=not options.schedule)
 
 
 if __name__ == "__main__":

@@ -258,10 +258,7 @@ def main() -> None:
             if options.only in (None, case.name):
                 table.append(row(case, *compare(case, other, options.rounds, options.steps)))
                 print(table[-1], flush=True)
-    text = report(table, options, load)
-    print(text)
-    if not options.only:
-        harness.renew_page(RESULTS, text)
+    harness.show(report(table, options, load), RESULTS, renews=not options.only)
 
 
 if __name__ == "__main__":

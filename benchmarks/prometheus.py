@@ -158,9 +158,7 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     load = harness.Load()
     text = page([measure(ranks, rounds or 200) for ranks in RANKS], rounds or 200, load)
-    print(text)
-    if rounds is None:
-        harness.renew_page(RESULTS, text)
+    harness.show(text, RESULTS, renews=rounds is None)
 
 
 if __name__ == "__main__":

@@ -132,7 +132,7 @@ def rows(most: int) -> list[str]:
 
 
 def main() -> None:
-    """Measures, and writes the results or prints them."""
+    """Measures, and prints the results; those of all sizes are written too."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--most", type=int, default=SIZES[-1], help="steps of the longest run")
     options = parser.parse_args()
@@ -145,10 +145,7 @@ def main() -> None:
         "of resident memory.",
         *table,
     )
-    if options.most < SIZES[-1]:
-        print(text)
-    else:
-        harness.renew_page(RESULTS, text)
+    harness.show(text, RESULTS, renews=options.most >= SIZES[-1])
 
 
 if __name__ == "__main__":

@@ -149,10 +149,7 @@ def main() -> None:
     load = harness.Load()
     dtypes = [options.dtype] if options.dtype else ["fp32", "bf16"]
     table = [row(dtype, measure(dtype, options.rounds)) for dtype in dtypes]
-    text = report(table, options.rounds, load)
-    print(text)
-    if not options.dtype:
-        harness.renew_page(RESULTS, text)
+    harness.show(report(table, options.rounds, load), RESULTS, renews=not options.dtype)
 
 
 if __name__ == "__main__":

@@ -154,10 +154,7 @@ def main() -> None:
     with harness.tree_of(options.revision) as other, tempfile.TemporaryDirectory() as temporary:
         taken = measure((other, ROOT), Path(temporary), options.rounds)
     is_quiet = max(load.before, os.getloadavg()[0]) <= (os.cpu_count() or 1)
-    text = report(rows(*taken, is_quiet), options, load)
-    print(text)
-    if options.write:
-        harness.renew_page(RESULTS, text)
+    harness.show(report(rows(*taken, is_quiet), options, load), RESULTS, renews=options.write)
 
 
 if __name__ == "__main__":

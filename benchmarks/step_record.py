@@ -179,10 +179,7 @@ def main() -> None:
         layout: run_ranks(measure, 2, parallel, size, turns, timeout_s=3600)
         for layout, (parallel, size) in LAYOUTS.items()
     }
-    text = report(measured, turns, load)
-    print(text)
-    if options.turns is None:
-        harness.renew_page(RESULTS, text)
+    harness.show(report(measured, turns, load), RESULTS, renews=options.turns is None)
 
 
 if __name__ == "__main__":

@@ -304,12 +304,9 @@ def main() -> None:
         sys.exit(0 if against(options.against, dtypes, options, threads) else 1)
     for dtype in dtypes:
         table += rows(dtype, compare(dtype, options.turns, options.steps, threads, dict.fromkeys(SIDES, ROOT)))
-    text = report(table, options.turns, options.steps, threads)
-    print(text)
-    if not options.dtype:
-        from benchmarks.harness import renew_page
+    from benchmarks.harness import show
 
-        renew_page(RESULTS, text)
+    show(report(table, options.turns, options.steps, threads), RESULTS, renews=not options.dtype)
 
 
 if __name__ == "__main__":

@@ -287,9 +287,7 @@ def main() -> None:
         f"{harness.machine('torch', 'deepspeed')}, {harness.mount_of(RESULTS.parent)}.",
         *(line for part in ([options.part] if options.part else PARTS) for line in measure(part, options.repetitions)),
     )
-    print(text)
-    if not options.part:
-        harness.renew_page(RESULTS, text)
+    harness.show(text, RESULTS, renews=not options.part)
 
 
 if __name__ == "__main__":

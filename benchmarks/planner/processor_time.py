@@ -85,9 +85,7 @@ def main() -> None:
         lines.append(harness.row((name, f"{before:.2f}", f"{now:.2f}", f"{now / before:.2f}")))
     command = f"benchmarks.planner.processor_time {options.revision} --rounds {options.rounds} --write"
     text = harness.page("Processor time of the planner", command, f"{harness.machine()}. {load} Medians.", *lines)
-    print(text)
-    if options.write:
-        harness.renew_page(RESULTS, text)
+    harness.show(text, RESULTS, renews=options.write)
 
 
 if __name__ == "__main__":

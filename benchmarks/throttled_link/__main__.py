@@ -165,10 +165,7 @@ def main() -> None:
             rate, (first, second) = measure(case, options.pairs)
             table.append(row(case, rate, first, second))
             print(table[-1], flush=True)
-    text = report(table, options.pairs, load)
-    print(text)
-    if not options.only:
-        harness.renew_page(RESULTS, text)
+    harness.show(report(table, options.pairs, load), RESULTS, renews=not options.only)
 
 
 if __name__ == "__main__":

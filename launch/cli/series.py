@@ -44,6 +44,7 @@ SeriesFolder = Annotated[
 
 def print_planned(series: RunSeries, checked: Sequence[CheckedRun], *, as_json: bool) -> None:
     """Prints the points and runs of a series, and how many of them are there already."""
+    series.refuse_other_series(checked)
     runs = list(series.runs())
     done = sum(map(series.is_done, runs))
     rows: list[dict[str, Any]] = [
@@ -64,10 +65,11 @@ def print_planned(series: RunSeries, checked: Sequence[CheckedRun], *, as_json: 
     say(f"dry run: {plural(len(runs), 'run')} of {steps} each in {series.folder}, of which {done} are done")
 
 
-def make_runs(series: RunSeries, *, as_json: bool) -> SeriesResults:
+def make_runs(series: RunSeries, checked: Sequence[CheckedRun], *, as_json: bool) -> SeriesResults:
     """Makes the runs that are missing, with a bar of their progress and a sentence about each on stderr."""
     from launch.experiments.running import run_series
 
+    series.open(checked)
     total = series.warm_up + series.steps
     all_runs = list(series.runs())
     missing = sum(not series.is_done(run) for run in all_runs)
@@ -148,11 +150,9 @@ def bench(
     )
     checked = series.check()
     if dry_run:
-        series.refuse_other_series(checked)
         print_planned(series, checked, as_json=as_json)
         return
-    series.open(checked)
-    results = make_runs(series, as_json=as_json)
+    results = make_runs(series, checked, as_json=as_json)
     compared = compare(series.points, results)
     facts = series.definition(checked) | {"points": [one.facts() for one in compared]}
     write_file(series.folder / "bench.json", json.dumps(facts, indent=2) + "\n")
@@ -245,11 +245,9 @@ def scaling(
             "scaling: use fewer ranks, or insist with --oversubscribe, which the report will say"
         )
     if dry_run:
-        series.refuse_other_series(checked)
         print_planned(series, checked, as_json=as_json)
         return
-    series.open(checked)
-    results = make_runs(series, as_json=as_json)
+    results = make_runs(series, checked, as_json=as_json)
     sizes = [run.layout.world_size for run in checked]
     points = [
         ScalingPoint(point.name, sizes[place], tuple(results.measured[place].values()), results.failures.get(place, ""))
