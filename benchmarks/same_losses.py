@@ -1,10 +1,11 @@
 """Proves that a change of the code's structure changes no number: this tree against another revision, bit for bit.
 
-    python -m benchmarks.same_losses REVISION [--keep FOLDER]
+    python -m benchmarks.same_losses REVISION [--whole] [--keep FOLDER]
 
-Both trees train the quickstart's model on three layouts from the same seed and data. Losses, gradient norms and the
-digests of every checkpointed weight and optimizer block must be equal, `megalite config show` must print the same, and
-this tree must resume the checkpoint that the other tree wrote. Exits with 1 where anything differs.
+Both trees train the quickstart's model on three layouts from the same seed and data; with `--whole` also under every
+other schedule, on ZeRO-2, and on a mix of sources with stages. Losses, gradient norms and the digests of every
+checkpointed weight and optimizer block must be equal, `megalite config show` must print the same, and this tree must
+resume the checkpoint that the other tree wrote. Exits with 1 where anything differs.
 """
 
 from __future__ import annotations
@@ -36,6 +37,19 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
         "optimizer.name=sgd",
     ),
 }
+MORE: dict[str, tuple[str, ...]] = {
+    **{
+        f"tp2 pp2 dp2, {schedule}": (f"parallel.pipeline_schedule={schedule}", "training.micro_batch_size=1")
+        for schedule in ("interleaved", "zero-bubble", "zb-v", "dualpipev")
+    },
+    "zero-2 dp2": ("parallel.tensor_parallel_size=1", "parallel.pipeline_parallel_size=1", "parallel.zero_stage=2"),
+    "pp2 of a mix": (
+        "parallel.tensor_parallel_size=1",
+        "data.path=null",
+        "data.sources={one: {path: DATA, weight: 0.7}, two: {path: DATA, weight: 0.3}}",
+        "data.stages=[{from_steps: 3, weights: {two: 6}}]",
+    ),
+}
 STEPS = 8
 COMPARED = ("step", "loss", "grad_norm", "learning_rate", "evaluation_loss", "samples", "tokens_seen")
 
@@ -65,7 +79,7 @@ def train(tree: Path, run_dir: Path, data: Path, steps: int, options: tuple[str,
         f"training.steps={steps}",
         "training.evaluation.interval=4",
         "schedule.name=constant",
-        *options,
+        *(option.replace("DATA", str(data)) for option in options),
     )
 
 
@@ -81,7 +95,7 @@ def digests(run_dir: Path) -> dict[str, object]:
     return json.loads((newest / "manifest.json").read_text())["files"]  # type: ignore[no-any-return]
 
 
-def compare(mine: Path, other: Path, folder: Path) -> list[str]:
+def compare(mine: Path, other: Path, folder: Path, layouts: dict[str, tuple[str, ...]]) -> list[str]:
     """Returns the differences between the two trees, one sentence each."""
     data = folder / "data" / "text"
     megalite(
@@ -89,7 +103,7 @@ def compare(mine: Path, other: Path, folder: Path) -> list[str]:
     )
     shown = [megalite(tree, "config", "show", CONFIG) for tree in (other, mine)]
     differences = [] if shown[0] == shown[1] else ["config show prints another config"]
-    for layout, options in LAYOUTS.items():
+    for layout, options in layouts.items():
         runs = {name: folder / name / layout.replace(" ", "_") for name in ("other", "mine")}
         train(other, runs["other"], data, STEPS, options)
         train(mine, runs["mine"], data, STEPS, options)
@@ -108,11 +122,13 @@ def main() -> int:
     """Returns 1 where something differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("revision", help="revision to compare with, as in HEAD~1")
+    parser.add_argument("--whole", action="store_true", help="more layouts, which takes five minutes longer")
     parser.add_argument("--keep", type=Path, help="folder for the runs; default: a temporary one")
     arguments = parser.parse_args()
     with tree_of(arguments.revision) as other, tempfile.TemporaryDirectory() as temporary:
-        differences = compare(ROOT, other, (arguments.keep or Path(temporary)).resolve())
-    print("\n".join(differences) or f"equal to {arguments.revision} on {len(LAYOUTS)} layouts, bit for bit")
+        layouts = LAYOUTS | MORE if arguments.whole else LAYOUTS
+        differences = compare(ROOT, other, (arguments.keep or Path(temporary)).resolve(), layouts)
+    print("\n".join(differences) or f"equal to {arguments.revision} on {len(layouts)} layouts, bit for bit")
     return bool(differences)
 
 
