@@ -137,9 +137,11 @@ class Engine(ABC):
     def _loss_peers(self) -> tuple[int, ...]:
         """The ranks that `_over_replicas` may wait for."""
 
-    def _sum_of(self, losses: Sequence[Tensor]) -> Tensor:
+    def _sum_of(self, losses: Tensor | Sequence[Tensor]) -> Tensor:
         """Returns the sum of what `_accumulate_gradients` returned, 0 on ranks without the last layer."""
-        return torch.stack(list(losses)).sum() if losses else torch.zeros((), device=self.deepspeed.device)
+        if not len(losses):
+            return torch.zeros((), device=self.deepspeed.device)
+        return (losses if isinstance(losses, Tensor) else torch.stack(list(losses))).sum()
 
     def _over_replicas(self, numbers: Tensor) -> Tensor:
         """Returns numbers of the ranks with the last layer, added up over replicas, on all ranks; collective."""
@@ -233,14 +235,15 @@ class Engine(ABC):
             while done < count:
                 part = min(part, count - done)
                 with torch.no_grad():
-                    losses += self._evaluate(self._transfer(micro_batches[done : done + part]), part, weight)
+                    found = self._evaluate(self._transfer(micro_batches[done : done + part]), part, weight)
+                losses += [torch.stack(found)] if found else []  # one by one they would hold much more memory
                 done += part
                 if next_part is not None:
                     part = next_part(part)
         finally:
             self.deepspeed.train()
         self.activity.record_op(Operation.LOSS, peers=self._loss_peers)
-        loss = self._over_replicas(self._sum_of(losses)) / self.mesh.data_parallel_size
+        loss = self._over_replicas(self._sum_of(torch.cat(losses) if losses else ())) / self.mesh.data_parallel_size
         self.activity.record_op(Operation.FINISH, peers=self.activity.peers.everyone)
         return loss
 
