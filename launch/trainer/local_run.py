@@ -200,7 +200,5 @@ def _predict(run: CheckedRun) -> Prediction:
 
 
 def _format_devices(run: CheckedRun) -> str:
-    ranks = plural(run.layout.world_size, "rank")
-    if run.device == "cpu":
-        return f"{ranks} on this CPU ({cpu_name()})"
-    return f"{ranks} on this machine's GPUs ({', '.join(dict.fromkeys(gpu_names()))})"
+    gpus = f"this machine's GPUs ({', '.join(dict.fromkeys(gpu_names()))})" if run.device != "cpu" else ""
+    return f"{plural(run.layout.world_size, 'rank')} on {gpus or f'this CPU ({cpu_name()})'}"

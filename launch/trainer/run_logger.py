@@ -141,17 +141,18 @@ class RunLogger(Observer):
         if self._is_rank_zero:
             self._log_length(record["step"])
 
-    def on_evaluation(self, record: StepRecord) -> None:
-        """Without a loss it is what a resumed run adds to the record of its last step, whose evaluation was cut off."""
-        if self._is_rank_zero and "loss" in record:
+    def before_evaluation(self, record: StepRecord) -> None:
+        if self._is_rank_zero:
             record = record | self._goodput.so_far()
-            self._for_each(lambda observer: observer.on_evaluation(record))
-        elif self._is_rank_zero:
+            self._for_each(lambda observer: observer.before_evaluation(record))
+
+    def on_late_evaluation(self, found: StepRecord) -> None:
+        if self._is_rank_zero:
             with self._nonfatal(METRICS):  # storage may have lost that record
-                for known in list(stream_records(self._config.run_dir / METRICS, after_step=record["step"] - 1)):
+                for known in list(stream_records(self._config.run_dir / METRICS, after_step=found["step"] - 1)):
                     for sink in self._sinks:
                         with self._nonfatal(sink.name):
-                            sink.on_step(cast(StepRecord, known | record))
+                            sink.on_step(cast(StepRecord, known | found))
 
     def on_breakdown(self, breakdown: StepBreakdown) -> None:
         self._for_each(lambda observer: observer.on_breakdown(breakdown))

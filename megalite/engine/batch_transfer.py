@@ -58,7 +58,8 @@ class BatchTransfer:
         user = torch.cuda.current_stream(self._device)
         user.wait_stream(self._stream)
         for batch in copied:
-            for tensor in (*batch.inputs[:3], batch.targets, batch.sources):
+            inputs = batch.inputs
+            for tensor in (inputs.hidden, inputs.positions, inputs.sample_ids, batch.targets, batch.sources):
                 if tensor is not None:
                     tensor.record_stream(user)
         return copied
@@ -70,7 +71,7 @@ class BatchTransfer:
         positions = documents = None
         if batch.positions is not None:
             positions = self._copy(batch.positions)
-            documents = len(positions) + int(np.count_nonzero(batch.positions[:, 1:] == 0))  # no device is asked
+            documents = len(batch.positions) + int(np.count_nonzero(batch.positions[:, 1:] == 0))  # no device is asked
         return DeviceBatch(BlockInput(tokens, positions, samples, documents), targets, sources)
 
     def _copy(self, array: np.ndarray) -> Tensor:

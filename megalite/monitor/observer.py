@@ -37,8 +37,11 @@ class Observer:
     def on_step(self, record: StepRecord) -> None:
         """Takes the record of a step, as in metrics.jsonl, when all have measured."""
 
-    def on_evaluation(self, record: StepRecord) -> None:
+    def before_evaluation(self, record: StepRecord) -> None:
         """Takes the record of a step that is saved before it is evaluated; `on_step` follows with the whole record."""
+
+    def on_late_evaluation(self, found: StepRecord) -> None:
+        """Takes what a resumed run adds to the record of its last step, whose evaluation was cut off."""
 
     def on_breakdown(self, breakdown: StepBreakdown) -> None:
         """Takes what the last steps spent their time on, every `monitor.log_interval` steps; before `on_step`."""

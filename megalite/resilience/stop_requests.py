@@ -10,6 +10,7 @@ import logging
 import signal
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
@@ -56,7 +57,7 @@ class StopRequests:
         # of all ranks on the CPU; None for a rank alone
         self.group = dist.new_group(backend="gloo", timeout=group_timeout()) if several else None
         self._is_agreed, self.stops_after = False, "this step"
-        self._step = self._saved_step = 0
+        self._step, self._saved_step = 0, lambda: 0
         self._step_began, self._last_step_s = time.monotonic(), 0.0
         self._has_ended = threading.Event()  # the step in which a signal came
         self._reminder: threading.Thread | None = None  # that a long step still goes on, once it is the last
@@ -69,8 +70,8 @@ class StopRequests:
         self._has_ended.set()
         self._signals.end_training()
 
-    def begin_step(self, step: int, saved_step: int) -> None:
-        """Notes that `step` begins, from 1, and up to which step the run is saved."""
+    def begin_step(self, step: int, saved_step: Callable[[], int]) -> None:
+        """Notes that `step` begins, from 1, and who knows up to which step the run is saved."""
         self._step, self._saved_step, self._step_began = step, saved_step, time.monotonic()
 
     def agree(self, *, save_next: bool, profile_next: bool = False) -> Agreement:
@@ -114,7 +115,7 @@ class StopRequests:
             self._reminder = threading.Thread(target=self._remind, name="stop reminder", daemon=True)
             self._reminder.start()
         name = "" if number == signal.SIGINT else f"{signal.Signals(number).name}: "
-        lost = max(1, self._step - self._saved_step)
+        lost = max(1, self._step - self._saved_step())
         again = "press Ctrl-C again to end now" if number == signal.SIGINT else "a second one ends the run now"
         cost = "" if number in ANNOUNCEMENTS else f"; {again}, which loses {plural(lost, 'step')}"
         times = f"step {self._step} began {time.monotonic() - self._step_began:.0f} s ago"

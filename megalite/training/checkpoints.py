@@ -1,6 +1,6 @@
 """The checkpoints of one run while it trains: saving, retention, rollback, and the hooks that follow a commit.
 
-Nothing here ends a run but the failure of its last save.
+Nothing here ends a run but the failure of its last save, and a rollback that finds no checkpoint whole.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megalite.checkpoint.digests import newest_intact
 from megalite.checkpoint.engine_state import load_engine
-from megalite.checkpoint.manifest import Manifest, step_folder
+from megalite.checkpoint.manifest import Manifest, step_folder, step_of
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.remote.mirror import Mirror
 from megalite.checkpoint.retention import Retention, prune
@@ -105,14 +105,10 @@ class Checkpoints:
     def save_before_evaluation(self, state: TrainState, is_last: bool) -> None:
         """Saves as `save` does. What follows a commit waits for `evaluated`, which must be called whatever happens, and
         the log hears of it by `report`, once the step is on record."""
-        self._wait()
-        self._report()
-        self._holds_reports = True
         self._save(self._describe(state), "it is tried once more" if is_last else TRAINING_GOES_ON, verdict=Future())
 
     def evaluated(self, loss: float | None) -> None:
-        """Adds the evaluation's loss to the checkpoint that was saved before it; waits for that if there is none, since
-        the run ends then. Not collective."""
+        """Adds a loss to the checkpoint that was saved before; without one, as the run ends, waits for the save."""
         if self._newest is not None and self._verdict is not None:
             self._newest = self._newest.model_copy(update={"evaluation_loss": loss})
             self._verdict.set_result(loss)
@@ -127,7 +123,7 @@ class Checkpoints:
     def _save(self, manifest: Manifest, if_failed: str, verdict: Future[float | None] | None = None) -> None:
         self._wait()
         self._report()  # of the save before
-        self._verdict = verdict
+        self._verdict, self._holds_reports = verdict, verdict is not None
         self._if_failed = if_failed
         self._engine.activity.begin_phase(Phase.CHECKPOINT)
         self._blocked_s += self._saver.save(manifest)
@@ -168,7 +164,7 @@ class Checkpoints:
             if self._planner is not None and saved.failure is None:
                 self._planner.saved(saved.blocked_s, saved.total_s)
 
-    def is_due(self, step_time_s: float) -> bool:
+    def step_ended(self, step_time_s: float) -> bool:
         """Returns whether `interval: auto` wants a save after the coming step; rank 0 decides. Not collective."""
         return self._planner is not None and self._planner.step(step_time_s)
 
@@ -178,8 +174,8 @@ class Checkpoints:
         self._report()
         if self._last is None or self._last.failure is None:
             return
-        is_same = self._newest is not None and self._newest.step == state.step
-        self._save(self._newest if is_same and self._newest else self._describe(state), if_failed="")
+        newest = self._newest
+        self._save(newest if newest is not None and newest.step == state.step else self._describe(state), if_failed="")
         self._wait()
         self._report()
         if self._last.failure:
@@ -215,10 +211,12 @@ class Checkpoints:
 
     def _committed(self, folder: Path) -> None:
         """Runs on rank 0, in the thread that wrote the checkpoint."""
+        self.saved_step = max(self.saved_step, step_of(folder.name))
         if self._verdict is None:
             self._follow(folder, lambda: None, (self._exports, self._mirror))
             return
         following = folder, self._verdict.result, (self._exports, self._mirror)
+        # a thread of its own: without `background` this is the thread that evaluates next
         self._following = threading.Thread(target=self._follow, args=following, daemon=True)
         self._following.start()
 

@@ -29,7 +29,7 @@ class EvaluationSet:
     name: str  # "" where there is one set without a name
     micro_batches: Sequence[MicroBatch]  # this replica's; empty where a rank needs no data
     count: int  # micro-batches per replica
-    targets: int  # that count, over all replicas: the weight of the loss in that of all sets
+    targets: int  # valid ones, over all replicas: the weight of the loss in that of all sets
 
 
 class _StopEvaluation(Exception):
@@ -88,5 +88,5 @@ def evaluate(engine: Engine, sets: Sequence[EvaluationSet], requests: StopReques
     loss_of_all = losses[sets[0].name]
     if len(sets) > 1:
         loss_of_all = sum(losses[one.name] * one.targets for one in sets) / max(1, targets)
-    named: StepRecord = {"evaluation_losses": losses} if all(losses) else {}
+    named: StepRecord = {"evaluation_losses": losses} if sets[0].name else {}
     return {"evaluation_loss": loss_of_all, **named, "evaluation_s": time.perf_counter() - started}

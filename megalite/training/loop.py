@@ -1,6 +1,6 @@
-"""The training loop on one page: batch -> step -> gate -> evaluate -> log -> save.
+"""The training loop: batch -> step -> gate -> self-check -> save -> evaluate -> log; without an evaluation log -> save.
 
-Observers see each record and change nothing; what decides about a step or a save is called by its name.
+Observers add fields to a record and change nothing else; what decides about a step or a save is called by its name.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class _TrainingRun:
         self._last_read = 0.0  # time.perf_counter, when the last result was read
         self._step_time_s = 0.0  # of the last step that was read
         self._evaluation_loss: float | None = None  # of the last step that was read, or of the checkpoint gone back to
-        self._is_saved = False  # the state of the last step that was read, before its evaluation
+        self._saved_before_evaluation = False  # the state of the last step that was read
         self._is_save_asked = False  # after the coming step
 
     def _resume_from(self, state: TrainState) -> None:
@@ -116,8 +116,11 @@ class _TrainingRun:
             step, unread, self._unread = self._state.step + 1, self._unread, None
             due = self._due_after(step)
             reads_now = self._reads_at_once(step, due)
-            begun = None if unread is not None and reads_now else self._begin(step, due)
-            read, behind = (begun, None) if unread is None and reads_now else (unread, begun)
+            if unread is None:
+                begun = self._begin(step, due)
+                read, behind = (begun, None) if reads_now else (None, begun)
+            else:  # a step that is read at once begins in the next pass, when the one before is read
+                read, behind = unread, None if reads_now else self._begin(step, due)
             is_save_due = read is not None and self._finish(read, behind)
             if behind is not None and self._state.step == step:  # and it was not held back
                 self._unread = behind
@@ -127,12 +130,13 @@ class _TrainingRun:
             if stop and self._unread is not None:
                 self._finish(self._unread)
                 self._unread = None
-            is_last = stop is not None or self._state.step >= self._total_steps
-            if (is_save_due or stop) and not self._is_saved:
+            if (is_save_due or stop) and not self._saved_before_evaluation:
+                is_last = stop is not None or self._state.step >= self._total_steps
                 checkpoints.save(self._saved_state(), self._evaluation_loss, is_last=is_last)
-            if stop and (self._state.step < self._total_steps or (due.evaluation and self._evaluation_loss is None)):
+            is_cut_off = due.evaluation and self._evaluation_loss is None
+            if stop and (self._state.step < self._total_steps or is_cut_off):
                 self._leave(stop)
-            self._is_save_asked = is_next_save_due or (due.save and not is_save_due)
+            self._is_save_asked = is_next_save_due or (due.save and not is_save_due)  # for a step that has not begun
         checkpoints.finish(self._saved_state())
         return self._state
 
@@ -161,7 +165,7 @@ class _TrainingRun:
         if due.self_check:
             self._self_check.watch()
         self._recorder.begin_step(step)
-        self._context.requests.begin_step(step, self._context.checkpoints.saved_step)
+        self._context.requests.begin_step(step, lambda: self._context.checkpoints.saved_step)
         self._engine.activity.begin_phase(Phase.DATA, step)
         began = time.perf_counter()
         micro_batches = next(self._batches) if self._held_back is None else self._held_back
@@ -174,31 +178,31 @@ class _TrainingRun:
         self._state = self._after(before, skipped=False)  # unless it turns out otherwise when the result is read
         return _PendingStep(before, due, micro_batches, learning_rate, result, began, waited_s)
 
-    def _finish(self, step: _PendingStep, behind: _PendingStep | None = None) -> bool:
+    def _finish(self, pending: _PendingStep, behind: _PendingStep | None = None) -> bool:
         """Reads the result of a step, evaluates, logs, and does what the guard asks for.
 
         `behind` is the step that was begun meanwhile. Returns whether the state must be saved: a checkpoint is due, or
         one was loaded, to which a crash would go back again and again otherwise.
         """
-        record, state = self._read(step)
-        intervention = self._context.guard.after(state.step, step.result, step.micro_batches)
+        record, state = self._read(pending)
+        intervention = self._context.guard.after(state.step, pending.result, pending.micro_batches)
         differing: list[Disagreement] = []
-        if step.due.self_check:
+        if pending.due.self_check:
             differing, seconds = self._self_check.run()
             record = record | {"self_check_s": seconds}
-        self._is_saved = False
-        if step.due.evaluation and not differing:
-            record = record | self._evaluate(record, saves_first=step.due.save and intervention is None)
-        self._log(record, step.result)
+        self._saved_before_evaluation = False
+        if pending.due.evaluation and not differing:
+            record = record | self._evaluate(record, saves_first=pending.due.save and intervention is None)
+        self._log(record, pending.result)
         if differing:
             raise TrainingStopped(explain(state.step, differing))
         self._evaluation_loss = record.get("evaluation_loss")
         if intervention is None:
-            return step.due.save
+            return pending.due.save
         self._state = state
         self._held_back = None if behind is None else behind.micro_batches
         if (returned := _intervene(self._context, intervention, state)) is None:
-            return step.due.save
+            return pending.due.save
         state, self._evaluation_loss = returned
         self._resume_from(state)
         return True
@@ -235,9 +239,9 @@ class _TrainingRun:
         an evaluation may take long, and may fail."""
         context, found = self._context, StepRecord()
         if saves_first:
-            context.observer.on_evaluation(record)
+            context.observer.before_evaluation(record)
             context.checkpoints.save_before_evaluation(self._saved_state(), record["step"] >= self._total_steps)
-            self._is_saved = True
+            self._saved_before_evaluation = True
         try:
             found = evaluate(self._engine, context.evaluation, context.requests, record["step"])
         finally:
@@ -246,13 +250,13 @@ class _TrainingRun:
         return found
 
     def _catch_up_evaluation(self, step: int) -> None:
-        self._context.requests.begin_step(step, step)
+        self._context.requests.begin_step(step, lambda: step)
         found = evaluate(self._engine, self._context.evaluation, self._context.requests, step)
-        if not found and (stop := self._context.requests.agree(save_next=False).stop):
-            self._leave(stop)
         if found:
-            self._context.observer.on_evaluation({"step": step} | found)
+            self._context.observer.on_late_evaluation({"step": step} | found)
             self._context.checkpoints.add_evaluation(step, found["evaluation_loss"])
+        elif stop := self._context.requests.agree(save_next=False).stop:
+            self._leave(stop)
 
     def _after(self, before: TrainState, *, skipped: bool) -> TrainState:
         shape = self._shapes.shape_after(before.step)
@@ -266,14 +270,14 @@ class _TrainingRun:
     def _log(self, record: StepRecord, result: StepResult) -> None:
         observer, step = self._context.observer, record["step"]
         self._engine.activity.begin_phase(Phase.LOGGING)
-        record["save_blocked_s"] = self._context.checkpoints.collect()
+        record = record | StepRecord(save_blocked_s=self._context.checkpoints.collect())
         if (gathered := self._recorder.end_step(step, result, is_last=step == self._total_steps)) is not None:
             record = record | gathered.record()
             observer.on_breakdown(gathered.breakdown)
             for change in gathered.changes:
                 observer.on_slow_rank(change)
         observer.on_step(record)
-        if self._is_saved:
+        if self._saved_before_evaluation:
             self._context.checkpoints.report()
         self._step_time_s = record["step_time_s"]
 
@@ -281,7 +285,7 @@ class _TrainingRun:
         """Agrees with all ranks on what comes next; returns why to stop, and whether the coming step is saved."""
         self._engine.activity.record_op(Operation.MEET, peers=self._engine.activity.peers.everyone)
         stop, is_next_save_due, is_next_profiled = self._context.requests.agree(
-            save_next=has_read and self._context.checkpoints.is_due(self._step_time_s),
+            save_next=has_read and self._context.checkpoints.step_ended(self._step_time_s),
             profile_next=self._recorder.profiler.is_asked(),
         )
         self._recorder.after_barrier(step, profile_next=is_next_profiled)

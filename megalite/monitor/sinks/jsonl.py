@@ -40,7 +40,7 @@ class JsonLinesSink(Observer):
         ordered = {name: fields[name] for name in StepRecord.__annotations__ if name in fields} | fields
         self._file.append(json.dumps(_finite(ordered)) + "\n")
 
-    def on_evaluation(self, record: StepRecord) -> None:
+    def before_evaluation(self, record: StepRecord) -> None:
         self.on_step(record)
 
     def sync(self) -> None:

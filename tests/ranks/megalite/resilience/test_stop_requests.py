@@ -20,7 +20,7 @@ def _stopped_in_a_long_step(rank: int) -> tuple[str, str]:
     said: list[str] = []
     patch.setattr(stop_requests.log, "info", said.append)
     with stop_requests.StopRequests(None, 0.0) as requests:
-        requests.begin_step(7, saved_step=2)
+        requests.begin_step(7, saved_step=lambda: 2)
         os.kill(os.getpid(), signal.SIGTERM)
         deadline = time.monotonic() + 30
         while len(said) < 2 and time.monotonic() < deadline:

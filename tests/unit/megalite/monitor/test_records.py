@@ -75,10 +75,10 @@ def test_a_late_evaluation_is_added_to_the_record_of_its_step(tmp_path: Path) ->
     log._config = SimpleNamespace(run_dir=tmp_path)
     for step in (1, 2):
         first.on_step(record(step))
-    log.on_evaluation(late)
+    log.on_late_evaluation(late)
     assert list(stream_records(path)) == [record(1), record(2)] and not other.seen
-    first.on_evaluation(record(3))
-    log.on_evaluation(late)
+    first.before_evaluation(record(3))
+    log.on_late_evaluation(late)
     assert list(stream_records(path)) == [record(1), record(2), *other.seen] and other.seen == [record(3) | late]
 
 
