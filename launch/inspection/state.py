@@ -59,6 +59,7 @@ class Traces:
     unread: str = ""  # why none of its events can be read
     error: str = ""  # that a rank of the last start has left
     logs: str = "the output of the command that started it"  # where more can be read
+    is_evaluating: bool = False  # its last step, which was saved before
 
 
 def infer_state(traces: Traces) -> tuple[RunState, str]:
@@ -89,7 +90,8 @@ def infer_state(traces: Traces) -> tuple[RunState, str]:
         return RunState.HUNG, f"its process lives, but wrote nothing for {silent}; the watchdog's limit is {limit}"
     if not traces.has_stepped:
         return RunState.WAITING, f"it starts: no step of this session has ended yet, after {silent}{unseen}"
-    return RunState.RUNNING, f"its last step, event or save was {silent} ago{unseen}"
+    evaluates = "it evaluates after its last step: " if traces.is_evaluating else ""
+    return RunState.RUNNING, f"{evaluates}its last step, event or save was {silent} ago{unseen}"
 
 
 def is_alive(run_dir: Path, holder: LockHolder | None, host: str | None) -> bool | None:

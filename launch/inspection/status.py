@@ -82,6 +82,7 @@ def read_status(run_dir: Path) -> RunStatus:
             limit_s=_limit_s(files, own, steps_s, is_saving=any((run_dir / CHECKPOINTS).glob(".step_*.tmp"))),
             has_started=bool(session or files.records),  # events may be damaged
             has_stepped=bool(own),
+            is_evaluating=bool(own) and _is_evaluated(files, own[-1], 0),
             ending=endings[-1] if endings else None,
             unread="" if files.events else next((one for one in files.problems if EVENTS in one), ""),
             is_started_again=is_newer and lives is not None,
@@ -145,11 +146,12 @@ def _without_record(files: RunFiles, step: int, checkpoint: int) -> list[list[in
 def _limit_s(files: RunFiles, own: Sequence[Facts], steps_s: Sequence[float], *, is_saving: bool) -> float:
     """Returns the longest silence of a run that makes progress: the watchdog's limits for all it may do now.
 
-    The next record comes after the step and its evaluation; a save and a rollback are limited by storage.
+    The next record comes after the step and its evaluation, or after the evaluation of a step that was saved before it;
+    a save and a rollback are limited by storage.
     """
     watchdog = files.config.watchdog if files.config is not None else WatchdogConfig()
     limit_s = watchdog.limit_s(steps_s[-WATCHED:])
-    if own and _evaluates_next(files, own[-1]):
+    if own and any(_is_evaluated(files, own[-1], later) for later in (0, 1)):
         limit_s += watchdog.limit_s(known(own, "evaluation_s")[-WATCHED:])
     if is_saving:
         limit_s += watchdog.limit_s(())
@@ -159,13 +161,14 @@ def _limit_s(files: RunFiles, own: Sequence[Facts], steps_s: Sequence[float], *,
     return limit_s
 
 
-def _evaluates_next(files: RunFiles, last: Facts) -> bool:
-    """Returns whether an evaluation follows the step after `last`, as the training loop decides it."""
+def _is_evaluated(files: RunFiles, last: Facts, later: int) -> bool:
+    """Returns whether an evaluation follows a step as much `later` than `last`, as the training loop decides it, and is
+    not on record yet."""
     interval = files.config.training.evaluation.interval if files.config is not None else 0
     step = number(last.get("step"))
-    if interval == 0 or step is None:
+    if interval == 0 or step is None or (not later and "evaluation_s" in last):
         return False
-    return step + 1 == _total_steps(files.session, files.config) or (step + 1) % interval == 0
+    return step + later == _total_steps(files.session, files.config) or (step + later) % interval == 0
 
 
 def _failed_save(session: Sequence[Facts]) -> str:

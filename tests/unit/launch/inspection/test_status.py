@@ -17,7 +17,7 @@ from launch.inspection.files import check_is_run
 from launch.inspection.history import RunHistory
 from launch.inspection.listing import list_runs, row_of
 from launch.inspection.report import status_lines
-from launch.inspection.state import RunState
+from launch.inspection.state import RunState, Traces, infer_state
 from launch.inspection.status import as_json, read_status
 from launch.runtime.run_lock import LOCK, take_lock
 from megalite.config import ConfigError, load_config
@@ -144,6 +144,18 @@ def test_the_limit_is_that_of_what_comes_next(
     for age_s, state in ((healthy_s - 30, RunState.RUNNING), (healthy_s + 30, RunState.HUNG)):
         folder = make_run(str(age_s), steps, age_s, saved=None, interval=interval)
         assert state_of_living(folder) is state, (what, age_s)
+
+
+def test_an_evaluation_of_a_step_that_was_saved_before_is_no_hang(make_run: MakeRun) -> None:
+    """Its record is written before the evaluation, and again behind it."""
+    folder = make_run(steps=50, age_s=4270, saved=None, interval=25)
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    last = json.loads(lines[-1])
+    del last["evaluation_s"]
+    (folder / "metrics.jsonl").write_text("\n".join([*lines[:-1], json.dumps(last)]) + "\n")
+    assert state_of_living(folder) is RunState.RUNNING
+    found = infer_state(Traces(is_alive=True, since_last_write_s=9, limit_s=99, has_stepped=True, is_evaluating=True))
+    assert found[1] == "it evaluates after its last step: its last step, event or save was 9 s ago"
 
 
 @pytest.mark.parametrize(
