@@ -123,3 +123,4 @@ if __name__ == "__main__":
     known = limits()
     for name, figure in figures().items():
         print(f"{name:40} {figure:7,} of {known.get(name, 0):7,}")
+    print("a batch's way: pytest -s tests/e2e/test_way_of_a_batch.py")
