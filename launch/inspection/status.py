@@ -146,8 +146,7 @@ def _without_record(files: RunFiles, step: int, checkpoint: int) -> list[list[in
 def _limit_s(files: RunFiles, own: Sequence[Facts], steps_s: Sequence[float], *, is_saving: bool) -> float:
     """Returns the longest silence of a run that makes progress: the watchdog's limits for all it may do now.
 
-    The next record comes after the step and its evaluation, or after the evaluation of a step that was saved before it;
-    a save and a rollback are limited by storage.
+    The next record comes after the step and its evaluation; a save and a rollback are limited by storage.
     """
     watchdog = files.config.watchdog if files.config is not None else WatchdogConfig()
     limit_s = watchdog.limit_s(steps_s[-WATCHED:])
@@ -162,8 +161,7 @@ def _limit_s(files: RunFiles, own: Sequence[Facts], steps_s: Sequence[float], *,
 
 
 def _is_evaluated(files: RunFiles, last: Facts, later: int) -> bool:
-    """Returns whether an evaluation follows a step as much `later` than `last`, as the training loop decides it, and is
-    not on record yet."""
+    """Returns whether the loop evaluates the step as much `later` than `last`, and no record says yet that it has."""
     interval = files.config.training.evaluation.interval if files.config is not None else 0
     step = number(last.get("step"))
     if interval == 0 or step is None or (not later and "evaluation_s" in last):

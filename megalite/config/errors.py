@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 from megalite.config.auto import AUTO, CHOOSABLE
 from megalite.config.base import items_of, section_of
 from megalite.config.foreign_words import answer, leaves, rows_of
-from megalite.config.suggestions import OptionPath, dotted, named_as, nearest_option, option_paths, own_names
+from megalite.config.suggestions import OptionPath, dotted, is_slip, named_as, nearest_option, option_paths, own_names
 
 
 class ConfigError(ValueError):
@@ -133,7 +133,7 @@ def option_path(loc: Sequence[int | str], model: type[BaseModel]) -> OptionPath:
 def _unknown_options(path: OptionPath, value: Any, model: type[BaseModel]) -> list[ConfigProblem]:
     """Returns the problems of an unknown option; of another stack's section, those of everything in it."""
     inside = [(*path, *inner) for inner, _ in leaves(value)] if isinstance(value, dict) else []
-    if any(rows_of(dotted(leaf), own_names(model)) for leaf in inside):
+    if not is_slip(path, model) and any(rows_of(dotted(leaf), own_names(model)) for leaf in inside):
         return [ConfigProblem(leaf, *unknown_option(leaf, None, model)) for leaf in inside]
     return [ConfigProblem(path, *unknown_option(path, value, model))]
 
@@ -141,9 +141,10 @@ def _unknown_options(path: OptionPath, value: Any, model: type[BaseModel]) -> li
 def unknown_option(path: OptionPath, value: Any, model: type[BaseModel]) -> tuple[str, OptionPath]:
     """Returns the sentence for an unknown option, and the option that was probably meant (empty if none is similar).
 
-    A word of another stack is answered from the table of its words; any other by the most similar name.
+    A word of another stack is answered from the table of its words, any other, and one that a letter parts from an
+    option beside it, by the most similar name.
     """
-    if found := rows_of(dotted(path), own_names(model)):
+    if not is_slip(path, model) and (found := rows_of(dotted(path), own_names(model))):
         options = [tuple(option.split(".")) for _, row in found for option in row.options]
         meant = next((option for option in options if option in option_paths(model)), ())
         if len({row.option for _, row in found}) == 1 and found[0][1].option:

@@ -68,6 +68,12 @@ def nearest_option(unknown: OptionPath, value: Any, model: type[BaseModel]) -> t
     return next(((one, best) for one in (unknown, typed) if (best := _closest(one, paths))), None)
 
 
+def is_slip(typed: OptionPath, model: type[BaseModel]) -> bool:
+    """Returns whether one letter parts a name from that of an option of the same section."""
+    beside = (path[-1] for path in named_as(typed, option_paths(model)) if path[:-1] == typed[:-1])
+    return len(typed[-1]) > 1 and any(_letters_apart(typed[-1], name) == 1 for name in beside)
+
+
 def nearest_path(path: Path) -> str:
     """Returns words about what was probably meant by a path that does not exist, among the names beside it."""
     with suppress(OSError):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,11 +31,8 @@ from megalite.parallel.collectives import (
 from megalite.parallel.shard import Initializer, Shard
 from megalite.parallel.weight_products import SumsGradients
 
-if TYPE_CHECKING:  # both are made for these layers, and import them
-    from megalite.parallel.adapters import LowRankAdapter
-    from megalite.parallel.weight_gradients import WeightGradientQueue
-
 ONE_RANK = TensorParallel()
+Put = Callable[[nn.Parameter, Tensor, Tensor], None]  # `weight_gradients.WeightGradientQueue.put`
 
 
 def sharded_parameter(shard: Shard) -> nn.Parameter:
@@ -88,12 +85,15 @@ class Recomputable(NamedTuple):
     kept: tuple[Tensor, ...]  # without gradients; what other functions keep anyway, and small copies
 
 
+Adapter = Callable[[Tensor | Recomputable, Tensor, Tensor, Tensor], Tensor]  # `adapters.LowRankAdapter`
+
+
 class _PutOff(NamedTuple):
-    """The weight of a product whose gradient goes to a queue. Autograd does not look into tuples: the hooks of an input
+    """The weight of a product whose gradient is put off. Autograd does not look into tuples: the hooks of an input
     run even where a Function returns None for it, and those of ZeRO-2 fail without a gradient."""
 
     weight: nn.Parameter
-    queue: WeightGradientQueue
+    put: Put
 
 
 class _Summed(NamedTuple):
@@ -153,7 +153,7 @@ class _Product(torch.autograd.Function):
             x = _input_again(ctx.function, kept) if gathering is None else gathering.wait()
             if put_off is not None:
                 # detached: x, and so a view of it, would keep the graph that it comes from
-                put_off.queue.put(put_off.weight, rows.detach(), x.detach().flatten(0, -2))
+                put_off.put(put_off.weight, rows.detach(), x.detach().flatten(0, -2))
             elif ctx.summed is not None:
                 ctx.summed.sums.add_product(ctx.summed.weight, wide, multipliable(x.flatten(0, -2)))
             else:
@@ -172,20 +172,20 @@ def linear(
     weight: Tensor,
     bias: Tensor | None,
     tp: TensorParallel = ONE_RANK,
-    queue: WeightGradientQueue | None = None,
+    put: Put | None = None,
 ) -> Tensor:
     """Computes `F.linear`, through fp32 where bf16 GEMMs are slow; `tp` as in `_Product`.
 
-    With a queue the weight's gradient is put off, unless x needs none: nobody would wait for it then, and autograd,
+    With `put` the weight's gradient is put off, unless x needs none: nobody would wait for it then, and autograd,
     which does not see the weight, would not run backward at all.
     """
     value, function, kept = x if isinstance(x, Recomputable) else (x, None, ())
     if not weight.requires_grad:  # backward does not need the input again
         function, kept = None, ()
     put_off = None
-    if queue is not None and torch.is_grad_enabled() and value.requires_grad and weight.requires_grad:
+    if put is not None and torch.is_grad_enabled() and value.requires_grad and weight.requires_grad:
         assert isinstance(weight, nn.Parameter)
-        put_off = _PutOff(weight, queue)
+        put_off = _PutOff(weight, put)
     # a compiled graph cannot call the receiver of gradients, and hooks see what autograd hands over
     by_autograd = torch.compiler.is_compiling() or weight._backward_hooks
     sums = None if by_autograd else getattr(weight, "gradient_sums", None)
@@ -200,7 +200,7 @@ class LinearLayer(nn.Module):
 
     weight: nn.Parameter
     product: Callable[..., Tensor] = staticmethod(linear)  # with linear's arguments up to `tp`
-    adapter: LowRankAdapter | None = None  # with the two factors as parameters of the layer
+    adapter: Adapter | None = None  # with the two factors as parameters of the layer
     lora_A: nn.Parameter  # peft's names, which end those in checkpoints
     lora_B: nn.Parameter
 

@@ -98,7 +98,7 @@ def put_off_weight_gradients(model: nn.Module) -> WeightGradientQueue:
     queue = WeightGradientQueue()
     for module in model.modules():
         if isinstance(module, LinearLayer):
-            module.product = partial(linear, queue=queue)
+            module.product = partial(linear, put=queue.put)
         elif isinstance(module, GroupedLinear):
             module.product = partial(_put_off_grouped_linear, queue)
     return queue
