@@ -330,4 +330,6 @@ def _marks(made: Rendered) -> list[tuple[int, int]]:
 
 def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
     """Returns how many elements two sequences begin with alike."""
+    if other[: len(one)] == one:  # as a prompt and its answer nearly always do: not one by one
+        return len(one)
     return len(commonprefix([list(one), list(other)]))  # noqa: RUF071 - these are no paths

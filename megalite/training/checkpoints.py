@@ -93,7 +93,7 @@ class Checkpoints:
         self._newest: Manifest | None = None  # of the newest save, complete or not
         self._verdict: Future[float | None] | None = None  # the loss that an evaluation behind the newest save gives
         self._following: threading.Thread | None = None  # waits for it, on rank 0
-        self.saved_step = 0  # up to which nothing would be lost
+        self.saved_step = 0  # up to which nothing would be lost; on rank 0
         self._if_failed = TRAINING_GOES_ON
         self._holds_reports = False
 
@@ -159,8 +159,6 @@ class Checkpoints:
         for saved in () if self._holds_reports else self._saver.finished():
             self._last = saved
             self._run_log.on_checkpoint(saved, self._if_failed)
-            if saved.failure is None:
-                self.saved_step = max(self.saved_step, saved.step)
             if self._planner is not None and saved.failure is None:
                 self._planner.saved(saved.blocked_s, saved.total_s)
 

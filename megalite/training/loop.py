@@ -153,11 +153,10 @@ class _TrainingRun:
 
     def _reads_at_once(self, step: int, due: _Due) -> bool:
         """Returns whether a step is read before the next one begins."""
+        if any(due) or step == self._total_steps or self._recorder.is_profiled(step):
+            return True
         ends_stage = self._shapes.shape_after(step) != self._shapes.shape_after(step - 1)
-        is_last = ends_stage or step == self._total_steps
-        return (
-            is_last or any(due) or self._recorder.is_profiled(step) or not self._engine.reads_late(self._context.guard)
-        )
+        return ends_stage or not self._engine.reads_late(self._context.guard)
 
     def _begin(self, step: int, due: _Due) -> _PendingStep:
         """Begins one optimizer step, about which the guard may decide."""
