@@ -48,8 +48,7 @@ def seconds(value_s: float) -> str:
     if value_s < 0:
         return f"-{seconds(-value_s)}"
     factor, unit = (1.0, "s") if value_s >= 1 or not value_s else (1e3, "ms") if value_s >= 1e-3 else (1e6, "µs")
-    scaled = value_s * factor
-    return f"{digits(scaled)} {unit}"
+    return f"{digits(value_s * factor)} {unit}"
 
 
 def duration(value_s: float) -> str:
@@ -62,14 +61,20 @@ def duration(value_s: float) -> str:
     return seconds(value_s)
 
 
+def rounded(value_s: float) -> str:
+    """Formats a duration for a sentence: `0.04 s`, `312 s`, `12 min`, `3.2 h`."""
+    if value_s < 600:
+        return f"{value_s:{'.2g' if value_s < 10 else '.0f'}} s"
+    return f"{value_s / 60:.0f} min" if value_s < 7200 else f"{value_s / 3600:.1f} h"
+
+
 def about(value_s: float) -> str:
     """Formats a guessed duration with one digit: `3 days`, `20 min`, `600 ms`."""
     if value_s == math.inf:
         return "forever"
-    units = ((86400.0, "days"), (3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms"))
-    size, unit = next(
-        ((size, unit) for size, unit in units if value_s >= (2 * size if unit == "days" else size)), units[-1]
-    )
+    for size, unit in ((86400.0, "days"), (3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms")):
+        if value_s >= (2 * size if unit == "days" else size):
+            break
     return f"{float(f'{value_s / size:.1g}'):,g} {unit}"
 
 
@@ -86,11 +91,6 @@ def count(value: float) -> str:
     while value >= 1000 and power < len(_PREFIXES) - 1:
         value, power = value / 1000, power + 1
     return f"{short(value)} {_PREFIXES[power]}"
-
-
-def plain(value: float) -> str:
-    """Formats a number that is typed again, with three digits, or all before the decimal point: `46.9`, `1500`."""
-    return f"{value:.0f}" if value >= 999.5 else f"{value:.3g}"
 
 
 def short(value: float) -> str:

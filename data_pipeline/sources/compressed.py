@@ -136,7 +136,9 @@ class _Decompressed(io.RawIOBase):
         while not self._text:
             if self._member is None or self._member.eof:
                 rest = b"" if self._member is None else self._member.unused_data
-                data, self._member = rest.lstrip(b"\0") or self._next_member(), self._begin()  # both may be filled up
+                data, self._member = rest.lstrip(b"\0"), self._begin()
+                while not data and (block := self._source.read(_FED_BYTES)):
+                    data = block.lstrip(b"\0")  # between members may be zeros
                 if not data:
                     self._member = None
                     return 0
@@ -150,12 +152,6 @@ class _Decompressed(io.RawIOBase):
         buffer[:count] = self._text[:count]
         self._text = self._text[count:]
         return count
-
-    def _next_member(self) -> bytes:
-        while data := self._source.read(_FED_BYTES):
-            if data := data.lstrip(b"\0"):
-                break
-        return data
 
     def close(self) -> None:
         self._source.close()

@@ -35,13 +35,16 @@ def rows_over_lines(stream: BufferedReader, path: str, longest: int) -> Iterator
         if text.take("]"):
             break
         if not text.take(","):
-            raise DataError(f"{where} is not followed by a comma or the end of the array: put {_WANTED}")
+            why = "is not followed by a comma or the end of the array" if text.next_sign() else "ends a cut array"
+            raise DataError(f"{where} {why}: put {_WANTED}")
     if text.next_sign():
         raise DataError(f"{path} has something behind its array of JSON: put {_WANTED}, and nothing else")
 
 
 def not_json(error: Exception, where: str, wanted: str) -> DataError:
-    why = error.msg if isinstance(error, json.JSONDecodeError) else str(error).partition(":")[0]
+    why = str(error).rsplit(":", 1)[0]
+    if isinstance(error, json.JSONDecodeError) and ("Unterminated" in why or error.pos >= len(error.doc.rstrip())):
+        why += ", it ends too early"
     return DataError(f"{where} is not JSON ({why}): put {wanted}")
 
 
@@ -51,7 +54,7 @@ class _Text:
     def __init__(self, stream: BufferedReader, path: str) -> None:
         self._stream, self._path = stream, path
         self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
-        self._text, self._place, self._ended = "", 0, False
+        self._text, self._place, self._ended, self._bytes = "", 0, False, 0
 
     def next_sign(self) -> str:
         """Moves to the next character that is no space, and returns it; an empty text at the end."""
@@ -96,6 +99,8 @@ class _Text:
         self._ended = not block
         try:
             self._text, self._place = self._text[self._place :] + self._decoder.decode(block, final=not block), 0
-        except UnicodeDecodeError as error:
-            raise not_utf8(self._path, block) from error
+        except UnicodeDecodeError as error:  # of what the decoder held back of the last block, and of this one
+            at = self._bytes + len(block) - len(error.object) + error.start
+            raise not_utf8(self._path, block, at) from error
+        self._bytes += len(block)
         return not self._ended

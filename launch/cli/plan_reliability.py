@@ -30,7 +30,7 @@ from megalite.planner.cost.shapes import parameters as parameters_of
 from megalite.planner.failure_rates import DEFAULT_RATE, LLAMA_3, Components, nodes_of
 from megalite.planner.forecast import reliability_of
 from megalite.planner.reliability.goodput_model import Reliability, at_scale
-from megalite.units import plain
+from megalite.units import short
 
 OBSERVED = "--rate-per-1000-node-days"
 FROM_HOURS = "of checkpoint.mean_hours_between_failures"
@@ -257,7 +257,7 @@ def _unused_hours(config: Config | None, rate_source: str) -> list[str]:
     if hours is None or rate_source == FROM_HOURS:
         return []
     return [
-        f"checkpoint.mean_hours_between_failures {plain(hours)} is not counted here: it is of a job of one size, so it "
+        f"checkpoint.mean_hours_between_failures {short(hours)} is not counted here: it is of a job of one size, so it "
         "counts with one number in --gpus and no failure rate"
     ]
 

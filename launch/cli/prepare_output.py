@@ -77,7 +77,7 @@ def print_summary(summary: PrepareSummary) -> None:
         say(f"dry run: would encode {files}{size} into {summary.output}.bin ({summary.dtype})")
         return
     done = "already prepared" if summary.reused else f"prepared in {summary.seconds:.1f} s"
-    counts = f"{summary.document_count:,} documents, {summary.token_count:,} tokens"
+    counts = f"{plural(summary.document_count, 'document')}, {plural(summary.token_count, 'token')}"
     if summary.loss_token_count is not None:
         counts += f" ({summary.loss_token_count:,} carry loss, {summary.loss_token_count / summary.token_count:.1%})"
     if summary.skipped_rows:

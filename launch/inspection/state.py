@@ -8,8 +8,8 @@ from enum import StrEnum
 from pathlib import Path
 
 from launch.runtime.run_lock import LockHolder, is_locked
-from megalite.monitor.progress import duration
 from megalite.resilience.heartbeat import beat_times
+from megalite.units import rounded
 
 SILENT_S = 60.0  # heartbeats come every 2 to 10 s; as `megalite supervise --silence`
 
@@ -64,7 +64,7 @@ class Traces:
 
 def infer_state(traces: Traces) -> tuple[RunState, str]:
     """Returns the state and a sentence with what it follows from."""
-    silent, limit = duration(traces.since_last_write_s), duration(traces.limit_s)
+    silent, limit = rounded(traces.since_last_write_s), rounded(traces.limit_s)
     why = f": {traces.error}" if traces.error else ""
     is_alive = traces.since_last_write_s <= traces.limit_s if traces.is_alive is None else traces.is_alive
     if not is_alive and traces.restart:

@@ -17,7 +17,7 @@ import numpy as np
 
 from launch.pages.sections import keys, number_table
 from launch.pages.svg import AxisScale, coordinate, drawing, element, horizontal_axis, label, vertical_axis
-from megalite.units import count, plain
+from megalite.units import count, short
 
 Column = np.ndarray  # of float64
 MOST_POINTS = 360  # of a series in numbers
@@ -286,7 +286,7 @@ def count_text(value: float) -> str:
     """Formats a number at an axis or in a table: `12,000`, `1.23 M`, `0.00012`."""
     if abs(value) >= 1000:
         return ("-" if value < 0 else "") + count(abs(value))
-    return plain(value) if abs(value) > 1e-12 else "0"
+    return short(value) if abs(value) > 1e-12 else "0"
 
 
 def curves_table(curves: Curves) -> Element:

@@ -28,8 +28,8 @@ from megalite.checkpoint.durable_files import remove
 from megalite.checkpoint.manifest import Manifest, step_folder
 from megalite.config import Config
 from megalite.config.sections import CheckpointConfig
-from megalite.monitor.progress import duration
 from megalite.training.state import TrainState
+from megalite.units import rounded
 
 if TYPE_CHECKING:
     from launch.trainer.run_logger import RunLogger
@@ -264,6 +264,6 @@ def wait_for_mirror(mirror: Mirror, config: Config, say: Callable[[str], None], 
     began, options = time.monotonic(), config.checkpoint
     if mirror.close(min(60 * options.mirror_wait_minutes, max(0.0, deadline - began)), say):
         return ""
-    waited = f"{duration(time.monotonic() - began)} (checkpoint.mirror_wait_minutes: {options.mirror_wait_minutes:g})"
+    waited = f"{rounded(time.monotonic() - began)} (checkpoint.mirror_wait_minutes: {options.mirror_wait_minutes:g})"
     where = f"it is in {checkpoints_of(config)}, and the next run sends it"
     return f"{options.mirror} has not got the last checkpoint after {waited}: {where}"

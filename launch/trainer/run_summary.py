@@ -80,6 +80,10 @@ def run_facts(config: Config, layout: ResolvedLayout, data: RunData, start: Star
             "sources": _source_facts(samples, end) if isinstance(samples, MixedSamples) else [],
         },
         "length": {"steps": config.total_steps, "steps_left": left, "tokens_left": tokens_left},
+        "evaluation": {
+            "samples": sum(one.count for one in data.validation),
+            "every": config.training.evaluation.interval,
+        },
     }
 
 
@@ -134,6 +138,8 @@ def summary_lines(facts: Facts) -> Lines:
     parallel = ", ".join([zero, *["sequence parallel"] * layout["sequence_parallel"]])
     number, size = batch["micro_batches"], batch["micro_batch_size"]
     done = f", {length['steps_left']:,} of them left" if facts["start"]["step"] else ""
+    held_out, every = facts["evaluation"]["samples"], facts["evaluation"]["every"]
+    evaluated = f"; evaluated on {plural(held_out, 'sample')} every {plural(every, 'step')}" if every else ""
     in_adapters = facts["adapter_parameters"]
     on_host = [what for what, where in facts["offload"].items() if where == "cpu"]
     return [
@@ -157,7 +163,7 @@ def summary_lines(facts: Facts) -> Lines:
         ),
         *(("batch", format_stage(stage)) for stage in batch["stages"]),
         *_data_lines(data),
-        ("length", f"{plural(length['steps'], 'step')}{done}, {count(length['tokens_left'])} tokens"),
+        ("length", f"{plural(length['steps'], 'step')}{done}, {count(length['tokens_left'])} tokens{evaluated}"),
     ]
 
 

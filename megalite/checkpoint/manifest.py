@@ -45,7 +45,7 @@ class FileEntry(BaseModel):
 class Manifest(BaseModel):
     """Contents of a checkpoint."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")  # null: not evaluated
     digest: str = ""  # SHA-256 of what follows it in the file: the only check that finds a bit that flipped in `state`
     format: Literal["megalite-checkpoint"] = "megalite-checkpoint"
     version: Literal[2] = 2

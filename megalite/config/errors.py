@@ -36,6 +36,8 @@ class ConfigProblem:
     meant: OptionPath = ()  # the option that an unknown name was probably meant to be; empty if none is similar
 
 
+SECONDS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400, "seconds": 1, "minutes": 60, "hours": 3_600, "days": 86_400}
+
 EXPECTATIONS = {
     "bool_type": "true or false",
     "bool_parsing": "true or false",
@@ -88,7 +90,7 @@ def problems_of(error: ValidationError, model: type[BaseModel]) -> list[ConfigPr
         ConfigProblem(
             path,
             f"{dotted(path)} must be {' or '.join(dict.fromkeys(texts))}, got {shown(got[path])}"
-            + _as_written(got[path]),
+            + _as_written(path[-1], got[path]),
         )
         for path, texts in expected.items()
     ]
@@ -144,11 +146,16 @@ def unknown_option(path: OptionPath, value: Any, model: type[BaseModel]) -> tupl
     A word of another stack is answered from the table of its words, any other, and one that a letter parts from an
     option beside it, by the most similar name.
     """
+    name, colon, rest = path[-1].partition(":")
+    if colon and value is None:
+        return f'unknown option "{dotted(path)}": YAML wants a space after a colon, {name}: {rest}', (*path[:-1], name)
     if not is_slip(path, model) and (found := rows_of(dotted(path), own_names(model))):
+        known = named_as(path, option_paths(model))
         options = [tuple(option.split(".")) for _, row in found for option in row.options]
-        meant = next((option for option in options if option in option_paths(model)), ())
+        options = [beside if (beside := (*path[:-1], option[-1])) in known else option for option in options]
+        meant = next((option for option in options if option in known), ())
         if len({row.option for _, row in found}) == 1 and found[0][1].option:
-            return f'unknown option "{dotted(path)}": did you mean "{found[0][1].option}"?', meant
+            return f'unknown option "{dotted(path)}": did you mean "{dotted(options[0])}"?', meant
         return f'unknown option "{dotted(path)}", a word {answer(found)}', meant
     if suggestion := nearest_option(path, value, model):
         typed, meant = suggestion
@@ -187,9 +194,12 @@ def _missing(path: OptionPath, model: type[BaseModel]) -> str:
     return f"{dotted(path)} is required ({meaning[:1].lower()}{meaning[1:]})"
 
 
-def _as_written(value: Any) -> str:
-    """Returns how to write a number with the letter of a unit, or an item of a list that an override has numbered."""
-    if isinstance(value, str) and (found := re.fullmatch(r"(\d+(?:\.\d+)?) ?([kKMBGT])", value)):
+def _as_written(name: str, value: Any) -> str:
+    """Returns how to write a number or a time with the letter of a unit, or numbered items of a list."""
+    if isinstance(value, str) and (found := re.fullmatch(r"(\d+(?:\.\d+)?) ?([smhd])", value)):
+        unit = SECONDS.get(name.rpartition("_")[2])
+        return f": write {float(found[1]) * SECONDS[found[2]] / unit:g}, without a unit" if unit else ""
+    if isinstance(value, str) and (found := re.fullmatch(r"(\d+(?:\.\d+)?) ?([kKMBGT])(?:i?[bB])?", value)):
         power = {"K": 3, "M": 6, "B": 9, "G": 9, "T": 12}[found[2].upper()]
         return f": write {round(float(found[1]) * 10**power):_}"
     if isinstance(value, dict) and value and all(str(name).isdigit() for name in value):

@@ -25,10 +25,9 @@ from typing import Any, NamedTuple
 from megalite.monitor.events import EVENTS, read_events
 from megalite.monitor.line_files import LONGEST_LINE_BYTES
 from megalite.monitor.observer import Observer
-from megalite.monitor.progress import duration
 from megalite.monitor.records.step import StepRecord
 from megalite.monitor.sinks.jsonl import METRICS, stream_records
-from megalite.units import plural
+from megalite.units import plural, rounded
 
 log = logging.getLogger(__name__)
 Event = Mapping[str, Any]
@@ -154,11 +153,11 @@ class Goodput(Observer):
         """Returns one line for the console, without categories below a thousandth."""
         shares, wall_s = self.shares(), sum(self.seconds().values())
         if wall_s < SHORT_S and shares["startup"] > 0.5:
-            start = duration(wall_s * shares["startup"])
-            return f"goodput: too short to tell: {start} of the {duration(wall_s)} so far went into starting"
+            start = rounded(wall_s * shares["startup"])
+            return f"goodput: too short to tell: {start} of the {rounded(wall_s)} so far went into starting"
         parts = [f"{label} {shares[name]:.1%}" for name, label in CATEGORIES.items() if shares[name] >= 0.001]
         sessions = plural(self.sessions, "session")
-        return f"goodput {shares['productive']:.1%} of {duration(wall_s)} in {sessions}: {', '.join(parts)}"
+        return f"goodput {shares['productive']:.1%} of {rounded(wall_s)} in {sessions}: {', '.join(parts)}"
 
     def _session_s(self) -> float:
         return self._before_s + time.monotonic() - self._began

@@ -26,12 +26,6 @@ def clock(seconds: float) -> str:
     return f"{hours // 24} d {hours % 24:02d}:{minute:02d}"
 
 
-def duration(seconds: float) -> str:
-    """Formats a duration for a sentence, rounded: `35 s`, `12 min`, `3.2 h`."""
-    minutes = seconds / 60
-    return f"{seconds:.0f} s" if minutes < 2 else f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.1f} h"
-
-
 def format_continuation(checkpoint: int | None) -> str:
     """Returns what the command of a run that has ended too early does when it is given again."""
     if not checkpoint:

@@ -20,6 +20,7 @@ from typing import NamedTuple
 from megalite.parallel.mesh import Mesh
 from megalite.resilience.rank_state import Ranks, RankState
 from megalite.tracing.activity import Note, Operation, Phase
+from megalite.units import rounded
 
 NAMED = 8  # ranges of ranks in a list
 CLAUSES = 8  # groups of waiting ranks that are listed one by one
@@ -245,7 +246,7 @@ def _describe_roots(
             clauses.append(f"{who} {_verb(ranks, 'does', 'do')} not answer: {what}")
         else:
             seconds = max(states[rank].now.time for rank in ranks)
-            clauses.append(f"{who} {_verb(ranks, 'has', 'have')} been {what} for {duration(seconds)}")
+            clauses.append(f"{who} {_verb(ranks, 'has', 'have')} been {what} for {rounded(seconds)}")
     sentence = f"The run waits for {', and for '.join(clauses)}."
     if any(rank in unresponsive or _is_at_own_work(states[rank]) for rank in roots):
         return sentence
@@ -348,13 +349,6 @@ def _names(ranks: Iterable[int]) -> str:
 
 def _verb(ranks: Sequence[int], one: str, several: str) -> str:
     return one if len(ranks) == 1 else several
-
-
-def duration(seconds: float) -> str:
-    """Formats seconds, as in "0.04 s", "3.2 s", "45 s", "12 minutes"."""
-    if seconds < 10:
-        return f"{seconds:.2g} s"
-    return f"{seconds:.0f} s" if seconds < 600 else f"{seconds / 60:.0f} minutes"
 
 
 def _sentence(clauses: Sequence[str]) -> str:

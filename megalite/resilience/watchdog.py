@@ -43,10 +43,11 @@ from megalite.checkpoint.small_files import make_folder, read_small_file, write_
 from megalite.config.loading.hidden_secrets import without_secrets
 from megalite.config.sections import WatchdogConfig
 from megalite.distributed.agreement import from_rank_0
-from megalite.resilience.hang_report import duration, explain
+from megalite.resilience.hang_report import explain
 from megalite.resilience.rank_registry import RankFile, forget, look_for
 from megalite.resilience.rank_state import RankState
 from megalite.tracing.activity import NOBODY, Activity, FinishedSpan, Phase, Span
+from megalite.units import rounded
 
 log = logging.getLogger(__name__)
 LaunchName = Annotated[str, Field(pattern="^[0-9a-f_-]+$")]  # of a folder in that of the run, never of one elsewhere
@@ -100,8 +101,8 @@ class Limits:
     def sentence(self, span: Span, seconds: float) -> str:
         """Describes the span that took too long and what its limit was learned from."""
         recent = self._recent.get(span.kind)
-        known = f"the longest of the last {len(recent)} took {duration(max(recent))}" if recent else "it is the first"
-        return f"{NAMES[span.kind].format(step=span.step)} has not ended for {duration(seconds)}; {known}."
+        known = f"the longest of the last {len(recent)} took {rounded(max(recent))}" if recent else "it is the first"
+        return f"{NAMES[span.kind].format(step=span.step)} has not ended for {rounded(seconds)}; {known}."
 
 
 def agree_on_launch() -> str:
@@ -245,7 +246,7 @@ class Watchdog:
         # storage may hang here too; the process exits all the same
         seconds = FORCED_S + 4 * wait_s
         unexplained = f"hung: {reason or 'another rank says so.'} Nothing was written to {self._folder} for {{}}."
-        _leave_after(seconds, unexplained.format(duration(seconds)), self._exit_code)
+        _leave_after(seconds, unexplained.format(rounded(seconds)), self._exit_code)
         try:
             if self._rank_file is not None:
                 self._rank_file.disarm()
@@ -343,7 +344,7 @@ def leave_within(seconds: float, exit_code: int) -> Iterator[None]:
 
     For the end of a run, when the watchdog has stopped, and the network and the storage can still hang.
     """
-    timer = _leave_after(seconds, f"hung: the end of the run has not ended for {duration(seconds)}.", exit_code)
+    timer = _leave_after(seconds, f"hung: the end of the run has not ended for {rounded(seconds)}.", exit_code)
     try:
         yield
     finally:

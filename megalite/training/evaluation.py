@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from megalite.engine.batch_transfer import MicroBatch
 from megalite.engine.engine import Engine
-from megalite.monitor.progress import duration
 from megalite.monitor.records.step import StepRecord
 from megalite.resilience.stop_requests import StopRequests
 from megalite.tracing.activity import Operation
+from megalite.units import rounded
 
 log = logging.getLogger(__name__)
 PART_S = 2.0  # longest wait of a request to stop, unless the smallest part takes longer
@@ -62,7 +62,7 @@ class _Pace:
         if now - self._said >= SILENCE_S and dist.get_rank() == 0:
             self._said, left_s = now, each_s * (self._total - self._done)
             of_all = f"{self._done:,} of {self._total:,} micro-batches"
-            log.info(f"evaluating after step {self._step}: {of_all}, {duration(left_s)} left")
+            log.info(f"evaluating after step {self._step}: {of_all}, {rounded(left_s)} left")
         self._activity.record_op(Operation.MEET, peers=self._activity.peers.everyone)
         part = self._requests.agree_on_part(max(self._least, min(self._total, int(PART_S / max(each_s, 1e-6)))))
         if not part:

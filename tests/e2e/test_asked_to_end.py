@@ -198,7 +198,7 @@ def test_a_rank_whose_peers_never_come_says_so_and_ends_when_it_is_asked_to(
     said = process.communicate(timeout=5)[1]
     assert process.returncode == PREEMPTED_CODE, said
     assert said.endswith("megalite: warning: ended by SIGTERM during start-up, no step was taken\n"), said
-    assert said.count("\n") == 1
+    assert [line for line in said.splitlines()[:-1] if "loading what training needs" not in line] == []
 
 
 def imports_the_command_line(process: subprocess.Popen[str]) -> bool:

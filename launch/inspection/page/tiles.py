@@ -6,8 +6,7 @@ import numpy as np
 
 from launch.inspection.page.findings import RunFindings
 from launch.inspection.state import RunState
-from megalite.monitor.progress import duration
-from megalite.units import count, digits, percent, seconds
+from megalite.units import count, digits, percent, rounded, seconds
 
 UNKNOWN = "\N{EN DASH}"
 
@@ -33,5 +32,5 @@ def tiles_of(found: RunFindings) -> dict[str, str]:
     if status.model_flops_utilization is not None:  # unknown on a CPU
         tiles["MFU"] = percent(status.model_flops_utilization)
     if status.left_s is not None:
-        tiles["left"] = duration(status.left_s)
+        tiles["left"] = rounded(status.left_s)
     return tiles

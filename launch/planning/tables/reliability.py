@@ -25,7 +25,7 @@ from megalite.planner.failure_rates import (
     Components,
 )
 from megalite.planner.reliability.goodput_model import Reliability
-from megalite.units import count, plain, short
+from megalite.units import count, short
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def notices(answer: ReliabilityAnswer, runs: Sequence[SizedRun]) -> list[str]:
         )
     sentences.append(
         f"for `checkpoint.interval: auto` on {largest.gpus:,} GPUs: "
-        f"checkpoint.mean_hours_between_failures={plain(largest.mtbf_hours)}"
+        f"checkpoint.mean_hours_between_failures={short(largest.mtbf_hours).replace(',', '')}"
     )
     return sentences
 

@@ -190,13 +190,10 @@ def _plans_of(copy: CorpusCopy, data: DataConfig, sequence_length: int) -> list[
 
 def _store_of(url: str) -> tuple[Store, str]:
     folder, _, name = url.rpartition("/")
-    return opened_store(folder), name
+    return _opened_store(folder), name
 
 
-@lru_cache(maxsize=64)
-def opened_store(folder: str) -> Store:
-    """Returns the store of a folder, which takes a good part of a second to open, for all corpora in it."""
-    return Store(folder)
+_opened_store = lru_cache(maxsize=64)(Store)  # which takes a good part of a second, for all corpora in a folder
 
 
 def _retried(action: Callable[[], Result]) -> Result:

@@ -101,22 +101,18 @@ def learning_rate_jump(manifest: Manifest, config: Config) -> tuple[float, float
     """Returns the learning rates of the last step before a checkpoint and the first behind it, if another length,
     schedule or peak than the checkpoint's sets them more than `JUMP` apart; None if not, or if they are not known.
     """
-    peak, steps = (manifest.config.get("optimizer") or {}).get("learning_rate"), _saved_steps(manifest)
+    peak = (manifest.config.get("optimizer") or {}).get("learning_rate")
+    steps = int((manifest.config.get("training") or {}).get("steps") or 0)
     try:
         schedule = ScheduleConfig.model_validate(manifest.config.get("schedule") or {})
     except ValidationError:
         return None
-    if peak is None or steps is None or not 0 < manifest.step < config.total_steps:
+    if peak is None or not steps or not 0 < manifest.step < config.total_steps:
         return None
     before = float(peak) * learning_rate_factor(schedule, manifest.step - 1, steps)
     planned = float(peak) * learning_rate_factor(schedule, min(manifest.step, steps - 1), steps)
     after = config.optimizer.learning_rate * learning_rate_factor(config.schedule, manifest.step, config.total_steps)
     return (before, after) if abs(after - planned) > JUMP * max(after, planned) else None
-
-
-def _saved_steps(manifest: Manifest) -> int | None:
-    training = manifest.config.get("training") or {}
-    return int(training["steps"]) if training.get("steps") else None
 
 
 def saved_model(manifest: Manifest) -> dict[str, Any]:

@@ -191,7 +191,10 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
     "open.json": (b'{\n  "text": "a"\n}\n{\n', r"open.json, row 1 is not JSON \(.*\): put one array of JSON objects"),
     "open.jsonl": (b'{\n  "text": "a"\n}', r"on each line, or name the file .json, .* objects over several lines"),
     "torn.json": (b'{"text": "a,\n{"text": "b"}\n', "torn.json, line 1 is not JSON"),
-    "cut.json": (b'[{"text": "a"},', r"cut.json, row 1 is not JSON \(.*\): put one array of JSON objects"),
+    "cut.json": (b'[{"text": "a"},', r"row 1 is not JSON \(.*, it ends too early\): put one array of JSON objects"),
+    "torn_array.json": (b'[{"text": "a"}, {"te', r"row 1 is not JSON \(.*, it ends too early\)"),
+    "open_array.json": (b'[{"text": "a"}', "row 0 ends a cut array: put"),
+    "latin.json": (b'[{"text": "a"}, {"text": "\xe9"}]', r"latin.json is not UTF-8 text \(byte 26\): convert"),
     "wide.jsonl": (
         '{"text": "a"}\n'.encode("utf-16"),
         "wide.jsonl is not UTF-8 text, it looks like UTF-16: convert it",
@@ -254,7 +257,7 @@ def test_an_array_is_read_element_by_element_wherever_its_blocks_end(
     )
     assert documents([str(path)]) == ["ä]", 'b\n"', "c"]
     for content, sentence in {
-        '[{"text": "a"}, 12345': "row 1 is not followed by a comma|row 1 is not a JSON object",
+        '[{"text": "a"}, 12345': "row 1 ends a cut array|row 1 is not a JSON object",
         '[{"text": "a"}, {"text": tru}]': r"row 1 is not JSON \(.*\): put one array of JSON objects",
         '[{"text": "a"} {"text": "b"}]': "row 0 is not followed by a comma or the end of the array",
         '[{"text": "a"}] {"text": "b"}': "has something behind its array of JSON",
@@ -263,6 +266,9 @@ def test_an_array_is_read_element_by_element_wherever_its_blocks_end(
         path.write_text(content)
         with pytest.raises(DataError, match=sentence):
             documents([str(path)])
+    path.write_bytes(b'\xef\xbb\xbf[{"text": "' + "é".encode() * 60 + b'\xe9"}]')
+    with pytest.raises(DataError, match=r"\(byte 134\)"):
+        documents([str(path)])
     path.write_text("[]")
     assert documents([str(path)]) == []
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from megalite.units import about, count, digits, duration, epochs, gib, percent, plain, plural, seconds
+from megalite.units import about, count, digits, duration, epochs, gib, percent, plural, rounded, seconds
 
 
 @pytest.mark.parametrize(
@@ -45,8 +45,10 @@ from megalite.units import about, count, digits, duration, epochs, gib, percent,
         (about, 26 * 3600, "30 h"),
         (about, 19 * 86_400, "20 days"),
         (about, 0.00004, "0.04 ms"),
-        (plain, 46.875, "46.9"),
-        (plain, 1500, "1500"),
+        (rounded, 0.044, "0.044 s"),
+        (rounded, 599.4, "599 s"),
+        (rounded, 600, "10 min"),
+        (rounded, 11520, "3.2 h"),
         (percent, 0, "0 %"),
         (percent, 0.0001, "< 0.1 %"),
         (percent, 0.5668, "56.7 %"),

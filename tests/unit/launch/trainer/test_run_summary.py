@@ -43,7 +43,7 @@ def test_a_fraction_that_holds_out_nothing_is_said(tiny: dict[str, Any]) -> None
 
 def test_facts_are_those_of_the_run(tiny: dict[str, Any]) -> None:
     tiny["parallel"] = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
-    tiny["training"]["steps"] = 1000
+    tiny["training"] |= {"steps": 1000, "evaluation": {"interval": 5, "samples": 8}}
     tiny["recompute"] = {"mode": ["full", "none"]}
     config = Config.model_validate(tiny)
     layout, data = resolve_layout(config, 4, "cpu"), open_data(config)
@@ -57,7 +57,8 @@ def test_facts_are_those_of_the_run(tiny: dict[str, Any]) -> None:
     assert "stage 0 (embedding, layers 0-1)" in lines["per rank"] and "stage 1 (layer 2, head)" in lines["per rank"]
     assert lines["recompute"] == "stage 0 full, stage 1 none"
     assert "4 samples x 32 tokens = 128 tokens a step; on each replica 2 micro-batches of 2" in lines["batch"]
-    assert "each time in another order" in lines["data"] and lines["length"] == "1,000 steps, 128,000 tokens"
+    assert "each time in another order" in lines["data"]
+    assert lines["length"] == "1,000 steps, 128,000 tokens; evaluated on 8 samples every 5 steps"
     assert "offload" not in lines
     tiny["parallel"] |= {"pipeline_schedule": "interleaved", "zero_stage": 3}
     tiny["model"] |= {"num_hidden_layers": 4}

@@ -70,6 +70,15 @@ def with_loss(folder: Path, loss: float) -> None:
     (folder / MANIFEST).write_bytes(manifest.model_copy(update={"evaluation_loss": loss}).sealed())
 
 
+@pytest.mark.parametrize("loss", [float("nan"), float("inf"), 0.5, None])
+def test_a_loss_that_is_not_finite_is_one_all_the_same(loss: float | None, tmp_path: Path) -> None:
+    """As `null` it would be no evaluation, and each resume would evaluate again."""
+    folder = write(tmp_path, 1)
+    manifest = Manifest.model_validate_json((folder / MANIFEST).read_bytes())
+    sealed = manifest.model_copy(update={"evaluation_loss": loss}).sealed()
+    assert repr(Manifest.model_validate_json(sealed).evaluation_loss) == repr(loss)
+
+
 def test_folders_go_and_incomplete_ones_are_neither_counted_nor_touched(tmp_path: Path) -> None:
     folders = [write(tmp_path, step) for step in range(1, 8)]
     with_loss(folders[1], 0.5)

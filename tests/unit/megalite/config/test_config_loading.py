@@ -227,6 +227,10 @@ def test_a_config_in_utf16_is_named(encoding: str, tmp_path: Path) -> None:
     [
         ("training.tokens=10B", "got '10B': write 10_000_000_000"),
         ("training.tokens=1.5M", "got '1.5M': write 1_500_000"),
+        ("training.tokens=10 MiB", "got '10 MiB': write 10_000_000"),
+        ("training.max_minutes=1.5h", "got '1.5h': write 90, without a unit"),
+        ("watchdog.minimum_seconds=2m", "got '2m': write 120, without a unit"),
+        ("training.steps=1h", "training.steps must be a valid integer, got '1h'$"),
         ("training.stages.0.from_steps=2", "training.stages must be a list, .*: give the whole list in one value"),
         ("training.seed=99999999999999999999999", "training.seed must be"),
     ],

@@ -37,7 +37,7 @@ LENGTH = 32
 def _stores_of_this_server() -> Iterator[None]:
     """The endpoint is another one in each module of tests."""
     yield
-    remote_data.opened_store.cache_clear()
+    remote_data._opened_store.cache_clear()
 
 
 @pytest.fixture

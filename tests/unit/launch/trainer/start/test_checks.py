@@ -119,7 +119,7 @@ def test_a_mirror_that_cannot_be_reached_is_no_failure_of_a_complete_run(
     config = finish(tiny, tmp_path, "file:///proc/no/such/folder")
     said = capfd.readouterr()
     assert "mirroring step_00000002 failed" in said.err and "the run ends without this copy" in said.err
-    assert "error: file:///proc/no/such/folder has not got the last checkpoint after 0 s" in said.err
+    assert "error: file:///proc/no/such/folder has not got the last checkpoint after 0." in said.err
     assert str(config.run_dir / "checkpoints") in said.err and "mirror_wait_minutes" in said.err
 
 
