@@ -18,7 +18,8 @@ from typing import Literal
 from benchmarks.data_costs import DataCost, DataGoal, number, of_proc_self, own_process, paired, ratio
 from data_pipeline.prepare.plan import PrepareOptions, plan_job
 from data_pipeline.prepare.prepare import PrepareProgress, prepare
-from data_pipeline.tokenizers.training import python_stdlib_sources, train_tokenizer
+from data_pipeline.sources.python_stdlib import python_stdlib_sources
+from data_pipeline.tokenizers.training import train_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 _ENCODED_AT_ONCE = 64  # texts

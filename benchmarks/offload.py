@@ -143,10 +143,7 @@ def compare(rounds: int) -> tuple[dict[str, list[float]], dict[str, tuple[float,
         for variant, engine in engines.items()
     }
     apart = {
-        variant: (
-            abs(losses[variant] / losses[NONE] - 1),
-            float((weights[variant] - weights[NONE]).abs().max()),
-        )
+        variant: (abs(losses[variant] / losses[NONE] - 1), float((weights[variant] - weights[NONE]).abs().max()))
         for variant in OPTIONS
     }
     return {variant: seconds[WARM_UP:] for variant, seconds in took.items()}, apart, kept_activations(engines[BOTH])

@@ -269,11 +269,7 @@ def accelerate(layout: str, rank: int) -> Step:
     return step
 
 
-SIDES: dict[str, Callable[[str, int], Step]] = {
-    "plain": plain,
-    "megalite": megalite,
-    "accelerate": accelerate,
-}
+SIDES: dict[str, Callable[[str, int], Step]] = {"plain": plain, "megalite": megalite, "accelerate": accelerate}
 
 
 def serve(side: str, layout: str) -> None:

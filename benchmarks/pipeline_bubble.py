@@ -63,11 +63,7 @@ class SleepingActivity(Activity):
     def __init__(self, mesh: Mesh, rank: int, schedule: Schedule) -> None:
         chunk_s = PART_S / chunks_needed(schedule)
         backward_s = chunk_s if splits_backward(schedule) else 2 * chunk_s
-        self._sleeps = {
-            Operation.FORWARD: chunk_s,
-            Operation.BACKWARD: backward_s,
-            Operation.WEIGHT_GRADIENT: chunk_s,
-        }
+        self._sleeps = {Operation.FORWARD: chunk_s, Operation.BACKWARD: backward_s, Operation.WEIGHT_GRADIENT: chunk_s}
         self.times: list[tuple[Operation, float]] = []
         super().__init__(mesh, rank)
 

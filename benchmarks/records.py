@@ -125,10 +125,7 @@ def rows(most: int) -> list[str]:
                     seconds, mebibytes = measure(action, Path(folder), steps)
                     known.append(f"{seconds:.2f} s, {mebibytes:.0f} MiB")
     head = [f"{steps:,} steps of {size} bytes" for size in LINES for steps in sizes]
-    return [
-        *harness.header("", *head),
-        *(harness.row([action, *known]) for action, known in cells.items()),
-    ]
+    return [*harness.header("", *head), *(harness.row([action, *known]) for action, known in cells.items())]
 
 
 def main() -> None:

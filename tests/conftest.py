@@ -134,7 +134,8 @@ def one_thread() -> Iterator[None]:
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Prefix of a prepared corpus: some of the Python standard library's own sources."""
     from data_pipeline.prepare.prepare import prepare
-    from data_pipeline.tokenizers.training import python_stdlib_sources, train_tokenizer
+    from data_pipeline.sources.python_stdlib import python_stdlib_sources
+    from data_pipeline.tokenizers.training import train_tokenizer
 
     folder = tmp_path_factory.mktemp("corpus")
     sources = [path for path in python_stdlib_sources() if path.stat().st_size < 20_000][:40]

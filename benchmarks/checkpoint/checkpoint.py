@@ -53,13 +53,7 @@ MODEL = {
     "num_hidden_layers": 9,
     "num_attention_heads": 12,
 }
-TINY = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-}
+TINY = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 MIB = 1 << 20
 
 

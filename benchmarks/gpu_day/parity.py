@@ -43,8 +43,7 @@ def formats(context: Context) -> None:
     chosen = ("bf16",) if context.tiny else ("bf16", "fp16") if context.device == "cuda" else ("bf16",)
     layouts = "tp=1;recompute=full" if context.tiny else LAYOUTS
     _side_by_side(
-        context,
-        {f"llama in fp32 and {dtype}": _verification(context, "llama", dtype, layouts) for dtype in chosen},
+        context, {f"llama in fp32 and {dtype}": _verification(context, "llama", dtype, layouts) for dtype in chosen}
     )
 
 

@@ -218,7 +218,7 @@ def bloom() -> list[str]:
         f"formulas alone are {1 / factor - 1:+.0%} off. With one factor, {factor:.2f}, fitted on every other run, the "
         f"mean error of the {len(held)} others is {statistics.mean(map(abs, errors)):.1%}, the worst "
         f"{max(errors, key=abs):+.1%}. The factor holds DeepSpeed's buffers of 2022, NCCL's and the context, none of "
-        "which is printed.",
+        "which is printed."
     ]
 
 
@@ -246,7 +246,7 @@ def torchtitan() -> list[str]:
     return [
         f"torchtitan's Llama 3 8B, sequences of 8192 in micro-batches of 2, taken as ours with ZeRO-3: {said}. Its "
         "recomputation by operator is not ours, so activations cannot be compared; what 16 times as many replicas save "
-        f"can: {saved:.1f} GiB, measured {published:.1f}.",
+        f"can: {saved:.1f} GiB, measured {published:.1f}."
     ]
 
 

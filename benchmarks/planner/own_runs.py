@@ -81,7 +81,8 @@ class RunOutcome:
 def prepare_data(folder: Path) -> Path:
     """Some of the Python standard library's own sources."""
     from data_pipeline.prepare.prepare import prepare
-    from data_pipeline.tokenizers.training import python_stdlib_sources, train_tokenizer
+    from data_pipeline.sources.python_stdlib import python_stdlib_sources
+    from data_pipeline.tokenizers.training import train_tokenizer
 
     sources = [path for path in python_stdlib_sources() if path.stat().st_size < 40_000][:80]
     train_tokenizer((path.read_text(encoding="utf-8") for path in sources), folder / "tokenizer", VOCABULARY)

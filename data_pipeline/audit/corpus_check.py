@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from data_pipeline.errors import DataError
 from data_pipeline.samples.opening import check_loss_mask
-from data_pipeline.storage.files import with_ending
 from data_pipeline.storage.indexed import IndexedTokens
 from data_pipeline.storage.loss_file import loss_path
 from data_pipeline.storage.meta import CorpusMeta, read_meta
+from data_pipeline.storage.paths import with_ending
 
 _AT_ONCE = 1 << 22  # tokens
 

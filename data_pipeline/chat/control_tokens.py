@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from data_pipeline.chat.conversation import ASSISTANT, Conversation
 from data_pipeline.chat.template import ChatTemplate
 from data_pipeline.chat.turns import TurnFinder, common_length
+from data_pipeline.encoding.encoders import LoadedTokenizer, SpecialTokens
 from data_pipeline.errors import DataError
-from data_pipeline.prepare.encoding import LoadedTokenizer, SpecialTokens
 from data_pipeline.tokenizers.reading import HubTokenizer
 
 BREAK = "\ufdd0"  # stands inside a control token that is text; a code point that no text may contain

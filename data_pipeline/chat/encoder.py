@@ -12,9 +12,9 @@ from data_pipeline.chat.control_tokens import BREAK, ControlTokens
 from data_pipeline.chat.conversation import USUAL_ROLES, Conversation, conversation_of_json
 from data_pipeline.chat.template import ChatTemplate, read_chat_template
 from data_pipeline.chat.turns import TrainOn, TurnFinder, Turns
+from data_pipeline.encoding.cutting import TextPiece
+from data_pipeline.encoding.encoders import EncodedPiece, LoadedTokenizer, SpecialTokens, loaded_tokenizer
 from data_pipeline.errors import DataError
-from data_pipeline.prepare.cutting import TextPiece
-from data_pipeline.prepare.encoding import EncodedPiece, LoadedTokenizer, SpecialTokens, loaded_tokenizer
 from data_pipeline.tokenizers.reading import TokenizerFile, with_limits
 
 

@@ -14,10 +14,10 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
+from data_pipeline.encoding.character_probe import as_table, parting_characters
+from data_pipeline.encoding.encoders import TextEncoder, loaded_tokenizer
+from data_pipeline.encoding.fast_encoder import fast_tokenizer
 from data_pipeline.errors import DataError
-from data_pipeline.prepare.character_probe import as_table, parting_characters
-from data_pipeline.prepare.encoding import TextEncoder, loaded_tokenizer
-from data_pipeline.prepare.fast_encoding import fast_tokenizer
 from data_pipeline.sources import Source
 from data_pipeline.sources.remote_file import RemoteFile
 from data_pipeline.sources.stretch import WHOLE, Stretch

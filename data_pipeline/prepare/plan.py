@@ -17,10 +17,9 @@ from typing import Any
 
 from data_pipeline.chat.encoder import ChatEncoder, chat_encoder
 from data_pipeline.chat.turns import TrainOn
-from data_pipeline.errors import DataError
-from data_pipeline.prepare.bad_rows import BadRows
-from data_pipeline.prepare.cutting import CUT_PLACES, CutPlace, cut_document, safe_places
-from data_pipeline.prepare.encoding import (
+from data_pipeline.document import BadRows
+from data_pipeline.encoding.cutting import CUT_PLACES, CutPlace, cut_document, safe_places
+from data_pipeline.encoding.encoders import (
     EncoderName,
     LoadedTokenizer,
     SpecialTokens,
@@ -28,11 +27,12 @@ from data_pipeline.prepare.encoding import (
     check_as_text,
     loaded_tokenizer,
 )
-from data_pipeline.prepare.fast_encoding import check_installed
-from data_pipeline.prepare.fill_in_the_middle import FillInTheMiddle, fill_in_the_middle
+from data_pipeline.encoding.fast_encoder import check_installed
+from data_pipeline.encoding.fill_in_the_middle import FillInTheMiddle, fill_in_the_middle
+from data_pipeline.errors import DataError
 from data_pipeline.prepare.units import WorkUnit, work_units
 from data_pipeline.sources import Source, open_sources
-from data_pipeline.sources.document import LONGEST_ROW
+from data_pipeline.sources.row_text import LONGEST_ROW
 from data_pipeline.storage.meta import WRITER_VERSION
 from data_pipeline.tokenizers.reading import TokenizerFile, inspect_tokenizer, with_limits
 from data_pipeline.tokenizers.training import TrainedTokenizer

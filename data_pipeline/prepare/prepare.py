@@ -3,7 +3,7 @@
 All sources are cut into units by a fixed rule (units.py); worker processes read units and encode them into part files
 (workers.py, parts.py), which are joined in order (joining.py). After a kill at any moment, a rerun of the same job does
 not read the finished units, and writes the same bytes. A job that is already done is recognised and costs nothing; the
-output of another job is replaced only if that is asked for (existing.py). Memory: a piece of text per worker, and 4
+output of another job is replaced only if that is asked for (replaceable.py). Memory: a piece of text per worker, and 4
 bytes per document.
 """
 
@@ -20,23 +20,24 @@ from pathlib import Path
 from typing import Literal
 
 from data_pipeline.chat.encoder import ChatEncoder
+from data_pipeline.encoding.encoders import TextEncoder
 from data_pipeline.errors import DataError
 from data_pipeline.prepare.encoder_check import fast_encoder
-from data_pipeline.prepare.encoding import TextEncoder
-from data_pipeline.prepare.existing import check_replaceable
 from data_pipeline.prepare.joining import join_parts
 from data_pipeline.prepare.parts import PartStore
 from data_pipeline.prepare.plan import USUAL_OPTIONS, PreparationPlan, PrepareOptions, plan_job
+from data_pipeline.prepare.replaceable import check_replaceable
 from data_pipeline.prepare.units import undivided_files
 from data_pipeline.prepare.workers import TaskDone, UnitTask, UnitWork, units_done
 from data_pipeline.sources.folders import repeated_files
 from data_pipeline.sources.json_rows import begins_with_row
 from data_pipeline.sources.lines import numbered_from_the_first
 from data_pipeline.sources.text import TextFile
-from data_pipeline.storage.files import decimal_size, with_ending, write_atomically
 from data_pipeline.storage.indexed import IndexedTokens
 from data_pipeline.storage.indexed_writer import token_dtype
 from data_pipeline.storage.meta import CorpusMeta, read_meta
+from data_pipeline.storage.paths import decimal_size, with_ending
+from data_pipeline.storage.stored_files import write_atomically
 from data_pipeline.tokenizers.training import TrainedTokenizer
 
 _BYTES_OF_A_TOKEN = 4  # of text, before it is known

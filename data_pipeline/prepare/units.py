@@ -16,10 +16,10 @@ import codecs
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from data_pipeline.prepare.cutting import LONGEST_PIECE, CutPlace, TextPiece, cannot_be_cut, cut_document
+from data_pipeline.document import Document, OnBadRow
+from data_pipeline.encoding.cutting import LONGEST_PIECE, CutPlace, TextPiece, cannot_be_cut, cut_document
 from data_pipeline.sources import Source
 from data_pipeline.sources.compressed import is_compressed
-from data_pipeline.sources.document import Document, OnBadRow
 from data_pipeline.sources.remote_file import Place, open_file
 from data_pipeline.sources.stretch import Stretch, byte_stretches
 from data_pipeline.sources.text import TextFile

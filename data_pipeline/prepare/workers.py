@@ -20,11 +20,11 @@ from multiprocessing.synchronize import Lock
 from typing import NamedTuple
 
 from data_pipeline.chat.encoder import ChatEncoder
+from data_pipeline.document import BadRows
+from data_pipeline.encoding.cutting import TextPiece
+from data_pipeline.encoding.piece_watch import LAST_WORDS, watch_pieces, watched
 from data_pipeline.errors import DataError, DataLimitError
-from data_pipeline.prepare.bad_rows import BadRows
-from data_pipeline.prepare.cutting import TextPiece
 from data_pipeline.prepare.parts import PartStore, PartWriter
-from data_pipeline.prepare.piece_watch import LAST_WORDS, watch_pieces, watched
 from data_pipeline.prepare.plan import PreparationPlan
 from data_pipeline.prepare.units import unit_pieces
 from data_pipeline.storage.indexed_writer import token_dtype

@@ -36,8 +36,9 @@ from data_pipeline.errors import DataError
 from data_pipeline.ownership import only_we_write
 from data_pipeline.samples.order import is_held_out
 from data_pipeline.samples.stream import Split
-from data_pipeline.storage.files import StoredFile, with_ending, write_atomically
 from data_pipeline.storage.indexed import IndexedTokens
+from data_pipeline.storage.paths import with_ending
+from data_pipeline.storage.stored_files import StoredFile, write_atomically
 
 RULE = "best-fit-1"  # another name for every change that would pack the same documents otherwise
 _REMEDY = "write it with `megalite data pack CONFIG.yaml`"

@@ -2,7 +2,7 @@
 
 A document is held out if a hash of its number is small. Nothing is stored per document: the streams know how many of
 their tokens each block of neighbouring documents holds, and a block that is read is hashed and looked up in the index
-again. That takes 8 bytes per block, and one pass over the index for both splits, whose result `split_counts.py` keeps.
+again. That takes 8 bytes per block, and one pass over the index for both splits, whose result `split_sizes.py` keeps.
 """
 
 from bisect import bisect_left, bisect_right
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from data_pipeline.errors import DataError
 from data_pipeline.samples.order import is_held_out
-from data_pipeline.samples.split_counts import BLOCK, HELD_OUT_BLOCK, counts_of
+from data_pipeline.samples.split_sizes import BLOCK, HELD_OUT_BLOCK, counts_of
 from data_pipeline.storage.indexed import IndexedTokens
 
 _BLOCKS_KEPT = 1024  # per stream; up to 6 KiB each, of a train split

@@ -18,21 +18,23 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from data_pipeline.document import Document, OnBadRow
 from data_pipeline.errors import DataError
 from data_pipeline.neighbours import nearest
 from data_pipeline.sources.chats import ChatDataset, ChatParquet, ChatRows
 from data_pipeline.sources.compressed import name_inside
 from data_pipeline.sources.csv_table import CsvTable
-from data_pipeline.sources.document import LONGEST_ROW, Document, OnBadRow
 from data_pipeline.sources.folders import files_in
 from data_pipeline.sources.hf_dataset import DATASET_PREFIX, HfDataset
 from data_pipeline.sources.json_rows import JsonRows
 from data_pipeline.sources.parquet import ParquetRows
+from data_pipeline.sources.python_stdlib import python_stdlib_sources
 from data_pipeline.sources.remote_file import Place, RemoteFile, remote_files
+from data_pipeline.sources.row_text import LONGEST_ROW
 from data_pipeline.sources.stretch import WHOLE, Stretch
 from data_pipeline.sources.text import TextFile
-from data_pipeline.storage.files import is_url, refuse_lfs_pointer, user_path
-from data_pipeline.tokenizers.training import python_stdlib_sources
+from data_pipeline.storage.paths import is_url, user_path
+from data_pipeline.storage.stored_files import refuse_lfs_pointer
 
 PYTHON_STDLIB = "python-stdlib"
 _NO_TEXT = {

@@ -3,8 +3,9 @@
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from data_pipeline.document import Document, OnBadRow
 from data_pipeline.errors import DataError
-from data_pipeline.sources.document import Document, OnBadRow, too_long
+from data_pipeline.sources.row_text import too_long
 
 if TYPE_CHECKING:
     import pyarrow

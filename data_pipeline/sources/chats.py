@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.chat.conversation import CHAT_FIELDS, conversation_of_row
+from data_pipeline.document import Document
 from data_pipeline.errors import DataError
-from data_pipeline.sources.document import LONGEST_ROW, Document, check_no_twin
 from data_pipeline.sources.hf_dataset import HfDataset
 from data_pipeline.sources.json_rows import JsonRows
 from data_pipeline.sources.parquet import ParquetRows
+from data_pipeline.sources.row_text import LONGEST_ROW, check_no_twin
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from data_pipeline.errors import DataError
-from data_pipeline.sources.document import is_utf16, not_utf8
 from data_pipeline.sources.remote_file import Place, RemoteFile, open_file, size_of
+from data_pipeline.sources.row_text import is_utf16, not_utf8
 
 _CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4", ".xz": "xz"}
 _BUFFER_BYTES = 1 << 18

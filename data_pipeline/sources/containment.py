@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from data_pipeline.errors import DataError
-from data_pipeline.storage.files import is_url
+from data_pipeline.storage.paths import is_url
 
 CARDS = ("README.md", ".huggingface.yaml")
 _CARD_BYTES = 1 << 24

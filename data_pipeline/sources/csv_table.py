@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from data_pipeline.document import Document, OnBadRow
 from data_pipeline.errors import DataError
 from data_pipeline.sources.compressed import open_text, refuse_other_kind, size_of_text
-from data_pipeline.sources.document import (
+from data_pipeline.sources.remote_file import Place
+from data_pipeline.sources.row_text import (
     LONGEST_ROW,
-    Document,
-    OnBadRow,
     check_no_twin,
     file_identity,
     lacks_text,
@@ -19,7 +19,6 @@ from data_pipeline.sources.document import (
     text_of_row,
     too_long,
 )
-from data_pipeline.sources.remote_file import Place
 from data_pipeline.sources.stretch import WHOLE, Stretch, whole_file
 
 

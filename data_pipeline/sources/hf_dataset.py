@@ -17,14 +17,15 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from data_pipeline.document import Document, OnBadRow
 from data_pipeline.errors import DataError
 from data_pipeline.neighbours import nearest
 from data_pipeline.sources.arrow_rows import documents_of
 from data_pipeline.sources.containment import CARDS, check_card, check_inside, check_saved
-from data_pipeline.sources.document import LONGEST_ROW, Document, OnBadRow, checked_text, file_identity, lacks_text
 from data_pipeline.sources.parquet import ParquetRows
+from data_pipeline.sources.row_text import LONGEST_ROW, checked_text, file_identity, lacks_text
 from data_pipeline.sources.stretch import WHOLE, Stretch, whole_file
-from data_pipeline.storage.files import user_path
+from data_pipeline.storage.paths import user_path
 
 DATASET_PREFIX = "dataset:"
 _SPEC = re.compile(r"dataset:(?P<name>[^:]+)(?::(?P<split>.+))?")

@@ -8,7 +8,7 @@ from itertools import count
 from typing import Any
 
 from data_pipeline.errors import DataError
-from data_pipeline.sources.document import not_utf8, too_long
+from data_pipeline.sources.row_text import not_utf8, too_long
 
 _BLOCK_BYTES = 1 << 18
 _WANTED = "one array of JSON objects, or one object after another"

@@ -11,20 +11,13 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
+from data_pipeline.document import Document, OnBadRow
 from data_pipeline.errors import DataError
 from data_pipeline.sources.compressed import is_compressed, name_inside, open_text, refuse_other_kind, size_of_text
-from data_pipeline.sources.document import (
-    LONGEST_ROW,
-    Document,
-    OnBadRow,
-    file_identity,
-    not_utf8,
-    text_of_row,
-    too_long,
-)
 from data_pipeline.sources.json_array import not_json, rows_over_lines
 from data_pipeline.sources.lines import first_line, place_of_line
 from data_pipeline.sources.remote_file import Place
+from data_pipeline.sources.row_text import LONGEST_ROW, file_identity, not_utf8, text_of_row, too_long
 from data_pipeline.sources.stretch import WHOLE, Stretch, byte_stretches, whole_file
 
 _LOOKED_AT = 1 << 12  # bytes, to tell an array

@@ -9,18 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from data_pipeline.document import Document, OnBadRow
 from data_pipeline.errors import DataError
 from data_pipeline.sources.arrow_rows import check_text_column, documents_of
-from data_pipeline.sources.document import (
-    LONGEST_ROW,
-    Document,
-    OnBadRow,
-    check_no_twin,
-    checked_text,
-    file_identity,
-    lacks_text,
-)
 from data_pipeline.sources.remote_file import Place, RemoteFile, open_file
+from data_pipeline.sources.row_text import LONGEST_ROW, check_no_twin, checked_text, file_identity, lacks_text
 from data_pipeline.sources.stretch import WHOLE, Stretch, whole_file
 
 if TYPE_CHECKING:

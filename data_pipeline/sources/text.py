@@ -4,10 +4,11 @@ import codecs
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from data_pipeline.document import Document, OnBadRow
 from data_pipeline.errors import DataError
 from data_pipeline.sources.compressed import open_text, refuse_other_kind, size_of_text
-from data_pipeline.sources.document import Document, OnBadRow, file_identity, is_utf16, not_utf8
 from data_pipeline.sources.remote_file import Place
+from data_pipeline.sources.row_text import file_identity, is_utf16, not_utf8
 from data_pipeline.sources.stretch import WHOLE, Stretch, whole_file
 
 _BLOCK_BYTES = 1 << 20

@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 
 from data_pipeline.errors import DataError, first_names
 from data_pipeline.neighbours import nearest
-from data_pipeline.storage.files import StoredFile, sha256_of_file, with_ending
 from data_pipeline.storage.loss_file import loss_path
+from data_pipeline.storage.paths import with_ending
+from data_pipeline.storage.stored_files import StoredFile, sha256_of_file
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from data_pipeline.errors import DataError, DataLimitError, first_names
 from data_pipeline.limited_process import LimitedProcess, ProcessRefusal
 from data_pipeline.neighbours import nearest
-from data_pipeline.storage.files import refuse_lfs_pointer, sha256_of_file
+from data_pipeline.storage.stored_files import refuse_lfs_pointer, sha256_of_file
 from data_pipeline.tokenizers.statements import (
     TOKENIZER,
     TOKENIZER_CONFIG,
@@ -325,7 +325,10 @@ class _Reader:
         return {
             "eos_token_id": hub.eos_token_id,
             "bos_token_id": hub.bos_token_id,
-            "special_tokens": {name: _as_text(token) for name, token in hub.special_tokens_map.items()},
+            "special_tokens": {
+                name: list(map(str, token)) if isinstance(token, list) else str(token)
+                for name, token in hub.special_tokens_map.items()
+            },
             "templates": templates,
             "added": {number: [token.content, token.special] for number, token in added.items()},
             "normalizes": backend is None or backend.normalizer is not None,
@@ -402,7 +405,3 @@ _PROBE = "A b  c\n\n\td 12345 naïve 漢字 🙂 it's <s> </s> x."
 def _probe(token: str) -> str:
     """Returns a text that shows what stands around an added token: the token first, and alone on its line."""
     return f"{token}\na{token}b {token} c\t{token}{token}  {token}\n d{token}"
-
-
-def _as_text(tokens: Any) -> Any:
-    return [str(token) for token in tokens] if isinstance(tokens, list) else str(tokens)

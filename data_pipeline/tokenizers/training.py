@@ -7,7 +7,6 @@ trained on other text or has another size only if that is asked for.
 
 import hashlib
 import json
-import sysconfig
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from data_pipeline.errors import DataError, first_names
 from data_pipeline.ownership import make_folder
-from data_pipeline.storage.files import sha256_of_file, write_atomically
+from data_pipeline.storage.stored_files import sha256_of_file, write_atomically
 from data_pipeline.tokenizers.reading import TokenizerFile, inspect_tokenizer
 from data_pipeline.tokenizers.statements import TOKENIZER, TOKENIZER_CONFIG
 from data_pipeline.typed_json import STRICT, Count, of_json
@@ -27,9 +26,6 @@ TRAINED_FROM = "trained_from.json"
 END_OF_TEXT = "<|endoftext|>"
 _INSTEAD = "name another folder, leave out --train-vocab-size to take it as it is, or replace it with --overwrite"
 _SMALLEST_VOCABULARY = 257  # 256 bytes and END_OF_TEXT
-_NOT_TRAINING_TEXT = {
-    "test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "turtledemo", "__pycache__",
-}  # fmt: skip
 
 _TRANSFORMERS_CONFIG = {
     "tokenizer_class": "PreTrainedTokenizerFast",
@@ -132,19 +128,6 @@ def trained_tokenizer(
     return TrainedTokenizer(file, replace(asked, sha256=sha256), content)
 
 
-def python_stdlib_sources() -> list[Path]:
-    """Returns the files of Python's standard library, sorted: text that every machine has."""
-    root = Path(sysconfig.get_path("stdlib"))
-    sources = [
-        path
-        for path in sorted(root.rglob("*.py"))
-        if not _NOT_TRAINING_TEXT.intersection(path.relative_to(root).parts) and _is_utf8(path)
-    ]
-    if not sources:
-        raise DataError(f"the Python standard library at {root} has no .py sources: give text files of your own")
-    return sources
-
-
 def _train(texts: Sequence[str], vocab_size: int) -> "tokenizers.Tokenizer":
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -205,11 +188,3 @@ def _text_facts(texts: Sequence[str]) -> dict[str, Any]:
 
 def _as_json(content: object) -> bytes:
     return (json.dumps(content, indent=2) + "\n").encode()
-
-
-def _is_utf8(path: Path) -> bool:
-    try:
-        path.read_bytes().decode("utf-8")
-    except UnicodeDecodeError:
-        return False
-    return True

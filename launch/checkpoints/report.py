@@ -10,7 +10,7 @@ from dataclasses import asdict, is_dataclass
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
-from data_pipeline.storage.files import decimal_size
+from data_pipeline.storage.paths import decimal_size
 from launch.output import Cell, Table, styled
 from megalite.checkpoint.manifest import printable
 

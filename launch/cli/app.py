@@ -105,11 +105,7 @@ class AllCommands(CommandsWithVerbosity):
 
 
 app = typer.Typer(
-    name="megalite",
-    cls=AllCommands,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",
+    name="megalite", cls=AllCommands, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown"
 )
 app.add_typer(config_app, name="config")
 app.add_typer(checkpoint_app, name="checkpoint")

@@ -159,8 +159,7 @@ def _names_from(incomplete: str) -> list[str]:
 @config_app.command()
 def explain(
     option: Annotated[
-        str | None,
-        typer.Argument(help="Option or section; default: all sections.", autocompletion=_names_from),
+        str | None, typer.Argument(help="Option or section; default: all sections.", autocompletion=_names_from)
     ] = None,
 ) -> None:
     """Explain an option: its values, default, meaning and an example; of a section, all its options.

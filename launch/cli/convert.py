@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from data_pipeline.storage.files import decimal_size
+from data_pipeline.storage.paths import decimal_size
 from launch.cli.options import AsJson, ModelTokenizer
 from launch.errors import INTERRUPTED_CODE, LaunchError
 from launch.output import check_local, loading, print_json, progress_bar

@@ -116,16 +116,7 @@ def evaluate(
 
     place = ModelPlacement(model, tensor_parallel_size, device, dtype, tokenizer)
     request = EvaluateRequest(
-        place,
-        text or [],
-        data or [],
-        text_field,
-        split,
-        held_out_fraction,
-        samples,
-        sequence_length,
-        stride,
-        as_json,
+        place, text or [], data or [], text_field, split, held_out_fraction, samples, sequence_length, stride, as_json
     )
     request.check()
     with loading("PyTorch and transformers"):

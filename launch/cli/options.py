@@ -23,8 +23,7 @@ Force = Annotated[
 AllowChange = Annotated[
     bool,
     typer.Option(
-        "--allow-change",
-        help="Resume although an option has changed that the data or the saved moments depend on.",
+        "--allow-change", help="Resume although an option has changed that the data or the saved moments depend on."
     ),
 ]
 SharedRunDir = Annotated[

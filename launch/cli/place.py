@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from data_pipeline.storage.files import decimal_size
+from data_pipeline.storage.paths import decimal_size
 from launch.cli.options import AsJson, ConfigPath, Overrides, TopologyPath
 from launch.cluster.switch_topology import Topology, expand_hosts, read_topology
 from launch.errors import LaunchError

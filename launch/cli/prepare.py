@@ -66,8 +66,7 @@ def prepare(
         ),
     ] = 16,
     chat: Annotated[
-        bool,
-        typer.Option("--chat", help="Rows are conversations: apply the chat template, train on the answers."),
+        bool, typer.Option("--chat", help="Rows are conversations: apply the chat template, train on the answers.")
     ] = False,
     train_on: Annotated[
         Literal["all-turns", "last-turn"] | None,
@@ -120,11 +119,11 @@ def prepare(
     try:
         with spinner("reading the sources", is_shown=not as_json, first_s=FIRST_WORD_S) as describe:
             # imports take seconds, too
-            from data_pipeline.prepare.bad_rows import BadRows
-            from data_pipeline.prepare.existing import check_vocabulary
-            from data_pipeline.prepare.output import output_prefix
+            from data_pipeline.document import BadRows
             from data_pipeline.prepare.plan import PrepareOptions, plan_job, training_text
             from data_pipeline.prepare.prepare import prepare as prepare_data
+            from data_pipeline.prepare.replaceable import check_vocabulary
+            from data_pipeline.storage.paths import output_prefix
             from data_pipeline.tokenizers.training import TrainedTokenizer, trained_tokenizer
 
             prefix = output_prefix(output)
@@ -143,7 +142,7 @@ def prepare(
             # kept with the tokens, for runs and exports started elsewhere
             where: Path | TrainedTokenizer = tokenizer.absolute()
             if show:
-                from data_pipeline.chat.shown import shown_conversations
+                from data_pipeline.prepare.shown_conversations import shown_conversations
 
                 job, bad_rows = plan_job(sources, where, options), BadRows(options.skip_bad_rows)
                 shown = list(shown_conversations(job, show, bad_rows))

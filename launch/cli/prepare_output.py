@@ -13,8 +13,8 @@ from launch.runtime.printing import say, visible
 from megalite.units import about, plural
 
 if TYPE_CHECKING:
-    from data_pipeline.chat.shown import ShownConversation
     from data_pipeline.prepare.prepare import PrepareProgress, PrepareSummary
+    from data_pipeline.prepare.shown_conversations import ShownConversation
 
 log = get_logger(__name__)
 OPEN, CLOSE, BETWEEN = "[[", "]]", "|"  # around what carries loss; between tokens

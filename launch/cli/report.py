@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from data_pipeline.storage.files import decimal_size
+from data_pipeline.storage.paths import decimal_size
 from launch.errors import LaunchError
 from launch.output import check_writable, spinner
 from launch.runtime.logs import get_logger

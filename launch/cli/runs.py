@@ -20,8 +20,7 @@ NOT_HEALTHY_CODE = 1
 
 
 def status(
-    run_dir: Annotated[Path, typer.Argument(help="Folder of the run.", metavar="RUN_DIR")],
-    as_json: AsJson = False,
+    run_dir: Annotated[Path, typer.Argument(help="Folder of the run.", metavar="RUN_DIR")], as_json: AsJson = False
 ) -> None:
     """Print the state of a run: whether it lives, its step and loss, time left, last checkpoint, last events.
 

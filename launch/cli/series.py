@@ -20,9 +20,9 @@ from megalite.units import count, plural, seconds
 
 if TYPE_CHECKING:
     from launch.experiments.measurement import RunMeasurement
-    from launch.experiments.running import SeriesResults
     from launch.experiments.scaling_report import ScalingReport
     from launch.experiments.series import RunSeries, SeriesRun
+    from launch.experiments.series_runs import SeriesResults
     from launch.experiments.variants import VariedOption
     from launch.trainer.start.checks import CheckedRun
     from megalite.config import Config
@@ -67,7 +67,7 @@ def print_planned(series: RunSeries, checked: Sequence[CheckedRun], *, as_json: 
 
 def make_runs(series: RunSeries, checked: Sequence[CheckedRun], *, as_json: bool) -> SeriesResults:
     """Makes the runs that are missing, with a bar of their progress and a sentence about each on stderr."""
-    from launch.experiments.running import run_series
+    from launch.experiments.series_runs import run_series
 
     series.open(checked)
     total = series.warm_up + series.steps

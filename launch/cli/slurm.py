@@ -193,7 +193,7 @@ def _check_start(config: Config, flags: StartFlags, *, may_download: bool) -> li
 
     Returns a notice where this host lacks the data, which may be on storage that only the job's hosts have.
     """
-    from data_pipeline.storage.files import with_ending
+    from data_pipeline.storage.paths import with_ending
     from launch.trainer.data.remote_data import awaited_copies
     from launch.trainer.start.checks import position_without_lock
 

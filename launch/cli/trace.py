@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from data_pipeline.storage.files import decimal_size
+from data_pipeline.storage.paths import decimal_size
 from launch.cli.options import AsJson
 from launch.errors import LaunchError
 from launch.output import print_json, spinner

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from launch.experiments.measurement import RunMeasurement
-from launch.experiments.running import SeriesResults
 from launch.experiments.series import SeriesPoint
+from launch.experiments.series_runs import SeriesResults
 from megalite.monitor.steps.parts import PARTS
 
 LEAST_ROUNDS = 3

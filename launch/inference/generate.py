@@ -18,7 +18,7 @@ from typing import Literal
 
 import torch
 
-from data_pipeline.storage.files import decimal_size
+from data_pipeline.storage.paths import decimal_size
 from data_pipeline.tokenizers.reading import HubTokenizer
 from launch.conversion.huggingface.model_folder import DTYPES
 from launch.errors import LaunchError

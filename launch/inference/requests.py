@@ -9,8 +9,8 @@ from pathlib import Path
 
 from data_pipeline.samples.stream import Split
 from data_pipeline.sources import open_sources
-from data_pipeline.storage.files import is_url
 from data_pipeline.storage.indexed import IndexedTokens
+from data_pipeline.storage.paths import is_url
 from launch.conversion.huggingface.hub_folder import is_hub_id
 from launch.errors import LaunchError
 from megalite.checkpoint.errors import CheckpointError

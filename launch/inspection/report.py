@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from data_pipeline.storage.files import decimal_size
+from data_pipeline.storage.paths import decimal_size
 from launch.checkpoints.report import age_text
 from launch.inspection.files import Facts, time_of
 from launch.inspection.listing import RunSummary

@@ -166,10 +166,7 @@ def _batch(work: Derivation) -> None:
     if whole is None and micro is not None:
         whole = micro * (times or 1) * (dp or 1)
         if dp is None:
-            work.note(
-                "micro_batch",
-                f"training.global_batch_size {whole} {ONE_REPLICA}",
-            )
+            work.note("micro_batch", f"training.global_batch_size {whole} {ONE_REPLICA}")
     if whole is not None and micro is None:
         micro = max(1, whole // ((times or 1) * dp)) if dp else None
     if whole is not None and micro is not None:

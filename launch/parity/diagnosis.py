@@ -84,10 +84,7 @@ class Diagnosis:
 
 
 def diagnose(
-    result: LayoutResult,
-    run: Callable[[ParityLayout], LayoutResult],
-    answer: ReferenceAnswer,
-    known_bad: Sequence[str],
+    result: LayoutResult, run: Callable[[ParityLayout], LayoutResult], answer: ReferenceAnswer, known_bad: Sequence[str]
 ) -> Diagnosis:
     """Switches axes off one at a time while the failure remains, and describes the smallest failing layout."""
     failing = _smallest(result, run)

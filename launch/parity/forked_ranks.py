@@ -123,12 +123,7 @@ def become_rank(rank: int, world_size: int, folder: Path) -> None:
     end_with_parent()
     gc.freeze()  # a garbage collection of forked objects would copy their pages
     os.dup2(2, 1)  # stdout is for the result of the command, not for what libraries print
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        FOLDER: str(folder),
-    }
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), FOLDER: str(folder)}
 
 
 def answer(function: Callable[..., Any], *arguments: Any) -> bytes:

@@ -112,10 +112,7 @@ def _fewer_experts(model: ModelConfig) -> dict[str, Any]:
     if model.num_experts is None or model.num_experts <= MOST_EXPERTS:
         return {}
     part = round(model.num_experts_per_tok * MOST_EXPERTS / model.num_experts)
-    return {
-        "num_experts": MOST_EXPERTS,
-        "num_experts_per_tok": max(min(2, model.num_experts_per_tok), part),
-    }
+    return {"num_experts": MOST_EXPERTS, "num_experts_per_tok": max(min(2, model.num_experts_per_tok), part)}
 
 
 def _within_reach(model: ModelConfig, sequence_length: int) -> dict[str, Any]:

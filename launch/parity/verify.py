@@ -296,11 +296,7 @@ def _in_dtype(problem: ParityProblem, dtype: str) -> ParityProblem:
     else:
         values["precision"]["float8"] = "none"
     if dtype != values["precision"]["dtype"]:
-        values["precision"] |= {
-            "dtype": dtype,
-            "gradient_accumulation_dtype": "fp32",
-            "gradient_reduction_dtype": None,
-        }
+        values["precision"] |= {"dtype": dtype, "gradient_accumulation_dtype": "fp32", "gradient_reduction_dtype": None}
     if dtype == "fp16":
         values["deepspeed"].setdefault("fp16", {})["initial_scale_power"] = FP16_SCALE_POWER
     else:

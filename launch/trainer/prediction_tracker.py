@@ -81,12 +81,7 @@ class PredictionTracker(Observer):
     name = "the prediction"
 
     def __init__(
-        self,
-        config: Config,
-        layout: ResolvedLayout,
-        rank: Rank,
-        device: Device,
-        lookup: MachineLookup | None = None,
+        self, config: Config, layout: ResolvedLayout, rank: Rank, device: Device, lookup: MachineLookup | None = None
     ) -> None:
         """Measures this process before its model is built; rank 0 starts to describe its machine.
 
@@ -175,10 +170,7 @@ class PredictionTracker(Observer):
         from megalite.monitor.memory import peak_memory_mib
 
         try:
-            return {
-                "peak_mib": round(peak_memory_mib(), 3),
-                "process_mib": round(self.process_bytes / 2**20, 3),
-            }
+            return {"peak_mib": round(peak_memory_mib(), 3), "process_mib": round(self.process_bytes / 2**20, 3)}
         except Exception:  # a driver that fails at the end: the others must not wait for this rank
             return None
 

@@ -145,10 +145,7 @@ def write_evaluation(folder: Path, loss: float) -> None:
 
 
 def write_weights_only(
-    folder: Path,
-    shapes: Mapping[str, tuple[int, ...]],
-    blocks: Callable[[str], Iterable[Tensor]],
-    manifest: Manifest,
+    folder: Path, shapes: Mapping[str, tuple[int, ...]], blocks: Callable[[str], Iterable[Tensor]], manifest: Manifest
 ) -> None:
     """Writes a weights-only checkpoint into the empty folder `folder` from one process, with one block in memory.
 

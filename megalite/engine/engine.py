@@ -27,8 +27,8 @@ from megalite.engine.deepspeed.step import set_batch_size
 from megalite.engine.initialization import initialize
 from megalite.engine.optimizers.muon import Muon
 from megalite.engine.reduction.gradient_reduction import GradientReducer
+from megalite.engine.reduction.interface import DeepSpeedReduction, Reduction
 from megalite.engine.reduction.partitioned_step import PartitionedStep, partition_reductions
-from megalite.engine.reduction.reduction import DeepSpeedReduction, Reduction
 from megalite.engine.stages import Labels
 from megalite.engine.statistics.expert_bias import ExpertBias
 from megalite.engine.statistics.expert_counts import ExpertCounts
@@ -195,20 +195,20 @@ class Engine(ABC):
         for group in self.torch_optimizer.param_groups:
             group["lr"] = learning_rate
         weight = self._token_weight(micro_batches)
-        self._scale_balances()
+        self._weigh_balance_losses()
         for participant in self._participants:
             participant.begin_step(micro_batches)
         self.reduction.begin(self.micro_batches)
         micro_losses = self._accumulate_gradients(self._transfer(micro_batches), weight)
         self.reduction.finish()
-        losses = cache(partial(self._reduced_losses, micro_losses))  # collective, and the gate may ask before the end
-        with self.decision.about(gate, lambda: losses()[0]):
+        global_losses = cache(partial(self._reduced_losses, micro_losses))  # collective; the gate may ask first
+        with self.decision.about(gate, lambda: global_losses()[0]):
             self.activity.record_op(Operation.OPTIMIZER, peers=self.activity.peers.everyone)
             self.deepspeed.step()
         for participant in self._participants:
             participant.after_step(self.decision)
         self.activity.record_op(Operation.LOSS, peers=self._loss_peers)
-        (loss, by_source), norm = losses(), self.deepspeed.get_global_grad_norm()
+        (loss, by_source), norm = global_losses(), self.deepspeed.get_global_grad_norm()
         usage = None if self.expert_counts is None else self.expert_counts.usage
         readback = Readback(loss, norm, self.decision.skipped, usage, by_source)
         self.activity.record_op(Operation.FINISH, peers=self.activity.peers.everyone)
@@ -267,8 +267,8 @@ class Engine(ABC):
             dist.all_reduce(total, group=self.data_parallel_group())
         return self.mesh.data_parallel_size / total.clamp(min=1.0)
 
-    def _scale_balances(self) -> None:
-        """Makes routers add the mean over the sequences of the global batch."""
+    def _weigh_balance_losses(self) -> None:
+        """Makes routers add their balance losses, each as the mean over the sequences of the global batch."""
         sequences = self.shape.global_batch_size / self.mesh.data_parallel_size  # gradients are averaged
         loss_scale = float(getattr(self.deepspeed.optimizer, "loss_scale", 1.0))  # BF16_Optimizer has none
         for _, _, balance in self.balances:

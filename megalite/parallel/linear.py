@@ -168,11 +168,7 @@ def _input_again(function: Callable[..., Tensor] | None, kept: list[Tensor]) -> 
 
 
 def linear(
-    x: Tensor | Recomputable,
-    weight: Tensor,
-    bias: Tensor | None,
-    tp: TensorParallel = ONE_RANK,
-    put: Put | None = None,
+    x: Tensor | Recomputable, weight: Tensor, bias: Tensor | None, tp: TensorParallel = ONE_RANK, put: Put | None = None
 ) -> Tensor:
     """Computes `F.linear`, through fp32 where bf16 GEMMs are slow; `tp` as in `_Product`.
 

@@ -68,12 +68,7 @@ class RunLength:
 
 
 def run_length(
-    config: Config,
-    step_s: float,
-    accelerators: int,
-    *,
-    goodput: float = 1.0,
-    global_batch_size: int | None = None,
+    config: Config, step_s: float, accelerators: int, *, goodput: float = 1.0, global_batch_size: int | None = None
 ) -> RunLength:
     """Returns the length of the run of `config` where a step, the largest of all stages, takes `step_s` on
     `accelerators`.

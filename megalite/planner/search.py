@@ -254,12 +254,7 @@ def sizes(config: Config, ranks: Ranks, free: frozenset[OptionPath], *, crosses:
 
 
 def chains(
-    config: Config,
-    tp: int,
-    pp: int,
-    ranks: Ranks,
-    free: frozenset[OptionPath],
-    check: Check | None = None,
+    config: Config, tp: int, pp: int, ranks: Ranks, free: frozenset[OptionPath], check: Check | None = None
 ) -> Iterator[list[TrainingWorkload]]:
     """Yields lists of jobs of one tensor- and pipeline-parallel size in which only the micro-batch grows.
 

@@ -37,11 +37,7 @@ GEMMA_DEFAULTS = {
     "sliding_window": 4096,
     "tie_word_embeddings": True,
 }
-GEMMA_FIXED = {
-    "normalization": "zero_centered_rmsnorm",
-    "norm_placement": "pre_and_post",
-    "scale_embeddings": True,
-}
+GEMMA_FIXED = {"normalization": "zero_centered_rmsnorm", "norm_placement": "pre_and_post", "scale_embeddings": True}
 
 GEMMA2 = Family(
     model_type="gemma2",

@@ -5,12 +5,7 @@ from models.hub.family import Family
 
 _DEFAULTS = {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096}
 
-MISTRAL = Family(
-    model_type="mistral",
-    architecture="MistralForCausalLM",
-    defaults=_DEFAULTS,
-    parts=(one_window(),),
-)
+MISTRAL = Family(model_type="mistral", architecture="MistralForCausalLM", defaults=_DEFAULTS, parts=(one_window(),))
 
 MINISTRAL = Family(
     model_type="ministral",

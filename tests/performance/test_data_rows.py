@@ -23,9 +23,9 @@ from data_pipeline.samples.mix import Mix, MixedSamples, MixStage
 from data_pipeline.samples.packing_plan import PackingRequest, write_plan
 from data_pipeline.samples.samples import Samples
 from data_pipeline.samples.staged import CutSamples
-from data_pipeline.storage.files import StoredFile
 from data_pipeline.storage.indexed import IndexedTokens
 from data_pipeline.storage.indexed_writer import IndexedWriter
+from data_pipeline.storage.stored_files import StoredFile
 
 ROWS, BATCHES, LENGTH = 8, 64, 64
 

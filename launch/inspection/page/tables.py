@@ -9,7 +9,7 @@ from functools import reduce
 from operator import getitem
 from typing import Any
 
-from data_pipeline.storage.files import decimal_size
+from data_pipeline.storage.paths import decimal_size
 from launch.inspection.comparison import default_of
 from launch.inspection.files import Facts, listed, number, time_of
 from launch.inspection.page.findings import RunFindings

@@ -11,7 +11,7 @@ from pathlib import Path
 from string import Template
 from xml.etree.ElementTree import Element, tostring
 
-from data_pipeline.storage.files import decimal_size
+from data_pipeline.storage.paths import decimal_size
 from launch.output import write_file
 from launch.pages.skeleton import page_text, tile
 from launch.pages.svg import element, with_code
@@ -103,7 +103,7 @@ def _tiles(
     """The figures at the top of the page, by their names."""
     time, length, limit, is_rough = winner.time, forecast.length, cluster.memory_bytes, is_guess(cluster.accelerator)
     tiles = {
-        f"expected for {plural(length.steps, 'step')}": about(length.wall_s) if is_rough else duration(length.wall_s),
+        f"expected for {plural(length.steps, 'step')}": about(length.wall_s) if is_rough else duration(length.wall_s)
     }
     if length.ends:
         tiles["accelerator-hours"] = count(length.accelerator_hours)

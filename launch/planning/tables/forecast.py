@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from data_pipeline.storage.files import decimal_size
+from data_pipeline.storage.paths import decimal_size
 from megalite.config import Config
 from megalite.planner.failure_rates import PUBLISHED_BAND
 from megalite.planner.forecast import RunForecast

@@ -10,7 +10,7 @@ from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.storage.files import decimal_size
+from data_pipeline.storage.paths import decimal_size
 from launch.output import Table, print_csv, print_json
 from launch.planning.prediction_by_size import SizedRun
 from launch.runtime.logs import get_logger

@@ -25,10 +25,7 @@ from megalite.config import Config, ResolvedLayout
 from megalite.config.batch_stages import sample_length
 
 Text = PackedSamples | BestFitSamples
-PACKINGS: dict[str, type[PackedSamples] | type[BestFitSamples]] = {
-    "concat": PackedSamples,
-    "best_fit": BestFitSamples,
-}
+PACKINGS: dict[str, type[PackedSamples] | type[BestFitSamples]] = {"concat": PackedSamples, "best_fit": BestFitSamples}
 
 SMALL_TEXT = 100_000_000  # tokens; a larger one has documents in every split
 

@@ -11,7 +11,7 @@ import glob
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.storage.files import is_url
+from data_pipeline.storage.paths import is_url
 
 ENDING = ".idx"
 

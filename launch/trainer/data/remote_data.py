@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 
 from data_pipeline.errors import DataError, first_names
 from data_pipeline.samples.packing_plan import plan_ending
-from data_pipeline.storage.files import decimal_size, user_path
+from data_pipeline.storage.paths import decimal_size, user_path
 from data_pipeline.storage.token_cache import CorpusCopy, free_bytes
 from launch.trainer.data.packing import packed_splits
 from megalite.checkpoint.errors import StorageError

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from data_pipeline.errors import first_names
 from data_pipeline.samples.mix import MixedSamples
 from data_pipeline.samples.samples import Samples
-from data_pipeline.storage.files import decimal_size
+from data_pipeline.storage.paths import decimal_size
 from launch.conversion.huggingface.checkpoint_tokenizer import KEPT, find_tokenizer, is_same_tokenizer
 from launch.conversion.huggingface.hub_folder import BASE_MODEL, ENDS_OF_TURNS, is_hub_model, lasting_place
 from launch.errors import LaunchError

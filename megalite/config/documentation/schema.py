@@ -49,10 +49,7 @@ def json_schema() -> Schema:
     without_choice = {"properties": {"training": {"required": chosen_along}}}
     source = {"required": ["initialize_from"], "properties": {"initialize_from": {"type": "string"}}}
     has_source = {"required": ["training"], "properties": {"training": {"type": "object", **source}}}
-    rules = [
-        {"if": has_source, "else": without_model},
-        {"if": _leaves_layout_to_the_planner(), "else": without_choice},
-    ]
+    rules = [{"if": has_source, "else": without_model}, {"if": _leaves_layout_to_the_planner(), "else": without_choice}]
     head = {
         "$schema": DIALECT,
         "$id": f"urn:megalite:config:{own_version()}",

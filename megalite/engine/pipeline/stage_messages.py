@@ -92,11 +92,9 @@ class PipelineGroups:
         self._ranks: list[int] = grid.pp_group  # by stage
         self._stage = self._ranks.index(dist.get_rank())
         self._kind_of = {pair: (_set_of(*pair, len(self._ranks)), pair[0] < pair[1]) for pair in pairs}
-        self._groups = {kind: self._new_groups(grid.pipe_groups) for kind in sorted(set(self._kind_of.values()))}
-
-    def _new_groups(self, pipelines: list[list[int]]) -> dist.ProcessGroup:
-        groups = [dist.new_group(ranks) for ranks in pipelines]  # every rank takes part in making each
-        return groups[pipelines.index(self._ranks)]
+        self._groups = {
+            kind: dist.new_subgroups_by_enumeration(grid.pipe_groups)[0] for kind in sorted(set(self._kind_of.values()))
+        }
 
     def open(self, device: torch.device) -> None:
         """Sends one byte from the first to the second stage of each pair, in one order; collective over the pipeline.

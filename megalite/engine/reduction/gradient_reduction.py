@@ -167,10 +167,6 @@ class GradientReducer:
     def _count(self, bucket: Bucket, one: Slice) -> None:
         one.received += 1
         bucket.missing -= 1
-        if bucket.missing == 0:
-            self._start_complete()
-
-    def _start_complete(self) -> None:
         while self._started < len(self._order) and self._order[self._started].missing == 0:
             self._start(self._order[self._started])
 

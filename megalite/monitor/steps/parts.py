@@ -66,12 +66,7 @@ OF_OPERATION = {
 HOLDS_COLLECTIVES = frozenset({"forward", "backward", "optimizer", "other"})
 """Parts in whose time collectives are counted apart. In the others all is communication, or a phase of its own."""
 FROM_OWNERS = ("all_gather", "broadcast")
-OF_AXIS = {
-    "tensor": "tensor_collectives",
-    "pipeline": "pipeline_transfer",
-    "tied": "gradient_sync",
-    "all": "meeting",
-}
+OF_AXIS = {"tensor": "tensor_collectives", "pipeline": "pipeline_transfer", "tied": "gradient_sync", "all": "meeting"}
 
 
 def parts_of(spans: Iterable[TimedNote], collectives: Sequence[Collective], waited: float = 0.0) -> dict[str, float]:

@@ -12,10 +12,7 @@ from typing import NamedTuple
 from megalite.monitor.steps.parts import PARTS
 
 GROUPS = {
-    "computing": (
-        ("matrix products", "attention", "memory-bound", "launches", "offloading"),
-        ("forward", "backward"),
-    ),
+    "computing": (("matrix products", "attention", "memory-bound", "launches", "offloading"), ("forward", "backward")),
     "tensor collectives": (("tensor collectives",), ("tensor_collectives",)),
     "waiting for a neighbour": (("pipeline bubble", "stage imbalance"), ("pipeline_wait",)),
     "transfers between stages": (("between stages",), ("pipeline_transfer",)),

@@ -146,14 +146,7 @@ def read_timeline(path: Path) -> RankTimeline:
     if not notes:
         raise ValueError(f"{path} holds no record of its rank: remove it")
     return RankTimeline(
-        header.owner,
-        header.step,
-        header.ended,
-        header.unix,
-        notes,
-        collectives,
-        header.is_cut,
-        dict(header.meetings),
+        header.owner, header.step, header.ended, header.unix, notes, collectives, header.is_cut, dict(header.meetings)
     )
 
 

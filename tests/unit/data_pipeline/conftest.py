@@ -6,8 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data_pipeline.sources.python_stdlib import python_stdlib_sources
 from data_pipeline.storage.indexed_writer import IndexedWriter
-from data_pipeline.tokenizers.training import python_stdlib_sources, train_tokenizer
+from data_pipeline.tokenizers.training import train_tokenizer
 from tests.helpers.s3_fixtures import place, s3, s3_port
 
 __all__ = ["place", "s3", "s3_port"]

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from data_pipeline.document import refuse_bad_row
 from data_pipeline.errors import DataError
 from data_pipeline.sources import open_sources
 from data_pipeline.sources.containment import check_card
-from data_pipeline.sources.document import refuse_bad_row
 from data_pipeline.sources.hf_dataset import HfDataset
 
 

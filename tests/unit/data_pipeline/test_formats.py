@@ -11,9 +11,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from data_pipeline.document import refuse_bad_row
 from data_pipeline.errors import DataError
 from data_pipeline.sources import open_sources
-from data_pipeline.sources.document import refuse_bad_row
 from data_pipeline.sources.folders import repeated_files
 from tests.unit.data_pipeline.test_sources import documents
 

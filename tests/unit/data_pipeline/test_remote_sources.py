@@ -18,13 +18,13 @@ import pytest
 from pyarrow.parquet import write_table
 from s3fs.core import S3File
 
+from data_pipeline.document import refuse_bad_row
 from data_pipeline.errors import DataError
 from data_pipeline.prepare.encoder_check import SAMPLE_CHARACTERS, sample
 from data_pipeline.prepare.plan import PrepareOptions, plan_job
 from data_pipeline.prepare.prepare import prepare
 from data_pipeline.prepare.units import unit_pieces
 from data_pipeline.sources import open_sources, remote_file
-from data_pipeline.sources.document import refuse_bad_row
 from data_pipeline.sources.folders import repeated_files
 from data_pipeline.storage.meta import read_meta
 from tests.helpers.s3_fixtures import own_client

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from data_pipeline.document import refuse_bad_row
 from data_pipeline.errors import DataError
 from data_pipeline.sources import arrow_rows, open_sources, parquet
-from data_pipeline.sources.document import LONGEST_ROW, refuse_bad_row
+from data_pipeline.sources.row_text import LONGEST_ROW
 
 ROWS = [{"text": "first"}, {"text": ""}, {"text": "thïrd\nline"}]
 

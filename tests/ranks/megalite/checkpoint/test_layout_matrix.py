@@ -99,9 +99,7 @@ def sources_of(target: str, places: Iterable[int]) -> list[str]:
 
 @pytest.mark.parametrize("target", LAYOUTS)
 @pytest.mark.parametrize(
-    "places",
-    [None, pytest.param(range(len(LAYOUTS)), marks=pytest.mark.exhaustive)],
-    ids=["some", "all"],
+    "places", [None, pytest.param(range(len(LAYOUTS)), marks=pytest.mark.exhaustive)], ids=["some", "all"]
 )
 def test_every_layouts_checkpoint_goes_on(
     saved: dict[str, tuple[Path, Numbers]], target: str, places: Sequence[int] | None

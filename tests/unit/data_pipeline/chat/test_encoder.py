@@ -17,9 +17,9 @@ from tokenizers import normalizers
 from data_pipeline.chat import renderer
 from data_pipeline.chat.conversation import conversation_of_row
 from data_pipeline.chat.encoder import ChatEncoder, chat_encoder
+from data_pipeline.encoding.cutting import TextPiece
+from data_pipeline.encoding.encoders import EncodedPiece
 from data_pipeline.errors import DataError
-from data_pipeline.prepare.cutting import TextPiece
-from data_pipeline.prepare.encoding import EncodedPiece
 from data_pipeline.tokenizers.reading import inspect_tokenizer, load_tokenizer
 from tests.unit.data_pipeline.chat.templates import ENDS, TEMPLATES, write_tokenizer
 

@@ -67,8 +67,8 @@ def test_a_vocabulary_with_the_spelling_of_a_special_token_cannot_write_it_as_te
 
 
 def test_the_begin_token_stands_once_before_every_document(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data_pipeline.prepare.cutting.PIECE_CHARACTERS", 100)
-    monkeypatch.setattr("data_pipeline.prepare.cutting._CUT_WINDOW", 20)
+    monkeypatch.setattr("data_pipeline.encoding.cutting.PIECE_CHARACTERS", 100)
+    monkeypatch.setattr("data_pipeline.encoding.cutting._CUT_WINDOW", 20)
     Path("long.txt").write_text("one two " * 200)
     Path("short.txt").write_text("one")
     tokenizer = Tokenizer.from_file("tok/tokenizer.json")
@@ -96,8 +96,8 @@ def test_a_refused_document_of_many_pieces_is_left_out_of_all_parts(
     folder: Path, monkeypatch: pytest.MonkeyPatch, place: int
 ) -> None:
     """The token is in the first piece, in one in the middle, or in the last, with other documents around."""
-    monkeypatch.setattr("data_pipeline.prepare.cutting.PIECE_CHARACTERS", 500)
-    monkeypatch.setattr("data_pipeline.prepare.cutting._CUT_WINDOW", 100)
+    monkeypatch.setattr("data_pipeline.encoding.cutting.PIECE_CHARACTERS", 500)
+    monkeypatch.setattr("data_pipeline.encoding.cutting._CUT_WINDOW", 100)
     monkeypatch.setattr("data_pipeline.prepare.plan._SMALLEST_UNIT", 1200)
     words = [f"one two {number} " * 50 for number in range(10)]
     words[place] += INJECTED

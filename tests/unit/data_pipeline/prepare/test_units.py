@@ -11,22 +11,22 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
+from data_pipeline.document import refuse_bad_row
+from data_pipeline.encoding.cutting import CUT_PLACES, cut_document
 from data_pipeline.errors import DataError
-from data_pipeline.prepare.cutting import CUT_PLACES, cut_document
 from data_pipeline.prepare.parts import PartStore
 from data_pipeline.prepare.plan import PrepareOptions, plan_job, training_text
 from data_pipeline.prepare.prepare import PrepareProgress, prepare
 from data_pipeline.prepare.units import unit_pieces, work_units
 from data_pipeline.prepare.workers import UnitTask, UnitWork
 from data_pipeline.sources import open_sources
-from data_pipeline.sources.document import refuse_bad_row
 
 
 @pytest.fixture
 def small_units(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """A function that sets the size of units in bytes; pieces of documents are a thousandth of the real ones."""
-    monkeypatch.setattr("data_pipeline.prepare.cutting.PIECE_CHARACTERS", 1000)
-    monkeypatch.setattr("data_pipeline.prepare.cutting._CUT_WINDOW", 60)
+    monkeypatch.setattr("data_pipeline.encoding.cutting.PIECE_CHARACTERS", 1000)
+    monkeypatch.setattr("data_pipeline.encoding.cutting._CUT_WINDOW", 60)
     monkeypatch.setattr("data_pipeline.prepare.units._SHORTEST_RANGE", 4000)
     monkeypatch.setattr("data_pipeline.prepare.units._LOOKED_AHEAD_BYTES", 7)  # ends within characters and places
 

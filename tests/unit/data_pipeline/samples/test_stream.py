@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from data_pipeline.samples.dataset import PackedSamples
 from data_pipeline.samples.order import is_held_out
 from data_pipeline.samples.stream import Split
-from data_pipeline.storage.files import StoredFile
+from data_pipeline.storage.stored_files import StoredFile
 from tests.unit.data_pipeline.samples.test_dataset import give_meta
 
 SALT = 0x6D6567616C697465

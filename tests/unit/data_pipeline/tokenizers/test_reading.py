@@ -13,8 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from data_pipeline.encoding import piece_watch
 from data_pipeline.errors import DataError
-from data_pipeline.prepare import piece_watch
 from data_pipeline.prepare.plan import PrepareOptions
 from data_pipeline.prepare.prepare import prepare
 from data_pipeline.storage.meta import read_meta

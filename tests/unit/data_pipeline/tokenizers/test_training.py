@@ -7,8 +7,9 @@ import pytest
 
 import data_pipeline.tokenizers.training
 from data_pipeline.errors import DataError
+from data_pipeline.sources.python_stdlib import python_stdlib_sources
 from data_pipeline.tokenizers.reading import inspect_tokenizer
-from data_pipeline.tokenizers.training import python_stdlib_sources, train_tokenizer
+from data_pipeline.tokenizers.training import train_tokenizer
 
 TEXT = 'def f(x):\n\treturn {"ä": x * 1234567}  # ünïcode 漢字 🙂\r\n\n\n    end'
 

@@ -11,8 +11,8 @@ from launch.errors import LaunchError
 from launch.experiments.bench_table import bench_table, conclusion, verdict
 from launch.experiments.comparison import PointResult, compare
 from launch.experiments.measurement import RunMeasurement
-from launch.experiments.running import SeriesResults
 from launch.experiments.series import SeriesPoint
+from launch.experiments.series_runs import SeriesResults
 from tests.unit.launch.experiments.conftest import MeasuredRun
 
 BUSY = (1.0, 1.6, 1.1)  # how slow the machine was in each round, for all variants alike

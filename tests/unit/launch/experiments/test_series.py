@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from launch.errors import LaunchError
-from launch.experiments import running
+from launch.experiments import series_runs as running
 from launch.experiments.comparison import compare
-from launch.experiments.running import SeriesResults, run_series
 from launch.experiments.series import RunSeries, SeriesPoint
+from launch.experiments.series_runs import SeriesResults, run_series
 from launch.trainer.start.checks import CheckedRun
 from tests.conftest import write_config
 from tests.unit.launch.experiments.conftest import MeasuredRun

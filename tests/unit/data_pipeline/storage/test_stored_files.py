@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from data_pipeline.errors import DataError
-from data_pipeline.storage import files
-from data_pipeline.storage.files import StoredFile
+from data_pipeline.storage import stored_files as files
+from data_pipeline.storage.stored_files import StoredFile
 
 
 @pytest.fixture

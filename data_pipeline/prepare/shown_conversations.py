@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from data_pipeline.chat.encoder import ChatEncoder
+from data_pipeline.document import BadRows
+from data_pipeline.encoding.encoders import loaded_tokenizer
 from data_pipeline.errors import DataError
-from data_pipeline.prepare.bad_rows import BadRows
-from data_pipeline.prepare.encoding import loaded_tokenizer
 from data_pipeline.prepare.plan import PreparationPlan
 from data_pipeline.prepare.units import unit_pieces
 

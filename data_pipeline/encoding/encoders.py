@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from data_pipeline.encoding.character_probe import holds_any
+from data_pipeline.encoding.cutting import TextPiece
+from data_pipeline.encoding.fast_encoder import fast_tokenizer
+from data_pipeline.encoding.fill_in_the_middle import FillInTheMiddle
 from data_pipeline.errors import DataError
-from data_pipeline.prepare.character_probe import holds_any
-from data_pipeline.prepare.cutting import TextPiece
-from data_pipeline.prepare.fast_encoding import fast_tokenizer
-from data_pipeline.prepare.fill_in_the_middle import FillInTheMiddle
 from data_pipeline.tokenizers.reading import TokenizerFile, encoded
 
 if TYPE_CHECKING:

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
+from data_pipeline.document import BadRows, Document, refuse_bad_row
+from data_pipeline.encoding import cutting
+from data_pipeline.encoding.cutting import CUT_PLACES, cut_document, safe_places
 from data_pipeline.errors import DataError
-from data_pipeline.prepare import cutting
-from data_pipeline.prepare.bad_rows import BadRows
-from data_pipeline.prepare.cutting import CUT_PLACES, cut_document, safe_places
-from data_pipeline.sources.document import Document, refuse_bad_row
 
 LLAMA_3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"

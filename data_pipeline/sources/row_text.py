@@ -1,8 +1,8 @@
-"""One document of a source, and the rows that hold none."""
+"""What rows of a source hold instead of a text, and the sentences about it; what tells two states of a file apart."""
 
 import codecs
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 from data_pipeline.errors import DataError
 from data_pipeline.sources.remote_file import Place, RemoteFile
@@ -12,22 +12,6 @@ LONGEST_ROW = 1 << 24
 of a table."""
 
 _LEAST_HALVES = 8  # bytes 0, which by chance do not stand on even places alone, or on odd ones; or all of a short text
-
-OnBadRow = Callable[[DataError], None]
-"""Takes the sentence about a row that holds no document; the row is left out if it returns."""
-
-
-class Document(NamedTuple):
-    """The text of one document, or of a stretch of it, in blocks that are read one after the other."""
-
-    where: str  # file and line, or row, for a sentence
-    blocks: Iterable[str]
-    begins: bool = True  # False: what is before the blocks is read by itself
-    ends: bool = True  # False: what follows the blocks is read by itself
-
-
-def refuse_bad_row(error: DataError) -> None:
-    raise error
 
 
 def too_long(where: str, longest: int) -> DataError:

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
+from data_pipeline.document import Document, OnBadRow
 from data_pipeline.errors import DataError
-from data_pipeline.sources.document import Document, OnBadRow
 from data_pipeline.tokenizers.reading import encoded
 
 if TYPE_CHECKING:

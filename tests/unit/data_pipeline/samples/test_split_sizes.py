@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from data_pipeline.errors import DataError
-from data_pipeline.samples import split_counts
+from data_pipeline.samples import split_sizes
 from data_pipeline.samples.dataset import PackedSamples
 from data_pipeline.samples.order import is_held_out
 from data_pipeline.storage.indexed import IndexedTokens
@@ -20,7 +20,7 @@ DOCUMENTS = 5000  # of several blocks of either split, the last of them not full
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes every corpus a large one."""
-    monkeypatch.setattr(split_counts, "_FEWEST", 1)
+    monkeypatch.setattr(split_sizes, "_FEWEST", 1)
 
 
 def write_numbered(write_corpus: WriteCorpus, name: str, seed: int) -> Path:
@@ -97,7 +97,7 @@ def test_a_folder_that_cannot_be_written_to_is_read_all_the_same(
     def refuse(path: Path, content: bytes) -> None:
         raise OSError(30, "Read-only file system", str(path))
 
-    monkeypatch.setattr(split_counts, "write_atomically", refuse)
+    monkeypatch.setattr(split_sizes, "write_atomically", refuse)
     prefix = write_numbered(write_corpus, "c", 1)
     assert token_counts(prefix, 0.2) == counted_by_hand(prefix, 0.2)
     assert not [*prefix.parent.glob("*.counts")]

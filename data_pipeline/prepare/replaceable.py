@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from data_pipeline.chat.encoder import ChatEncoder
+from data_pipeline.encoding.cutting import CUT_PLACES
 from data_pipeline.errors import DataError, first_names
-from data_pipeline.prepare.cutting import CUT_PLACES
 from data_pipeline.prepare.parts import PartStore
 from data_pipeline.prepare.plan import PreparationPlan
-from data_pipeline.sources.document import LONGEST_ROW
-from data_pipeline.storage.files import with_ending
+from data_pipeline.sources.row_text import LONGEST_ROW
 from data_pipeline.storage.loss_file import loss_path
 from data_pipeline.storage.meta import CorpusMeta, meta_path, read_meta
+from data_pipeline.storage.paths import with_ending
 
 _INSTEAD = "choose another output, or replace it with --overwrite"
 

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from data_pipeline.encoding.fast_encoder import FastTokenizer
 from data_pipeline.errors import DataError
-from data_pipeline.prepare.fast_encoding import FastTokenizer
 from data_pipeline.tokenizers.reading import encoded
 
 _PROBED = 0x40000  # the planes that hold letters

@@ -12,18 +12,19 @@ import pytest
 from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
+from data_pipeline.encoding import character_probe, fast_encoder
+from data_pipeline.encoding.cutting import TextPiece
+from data_pipeline.encoding.encoders import SpecialTokens, TextEncoder
+from data_pipeline.encoding.fill_in_the_middle import FillInTheMiddle
 from data_pipeline.errors import DataError
-from data_pipeline.prepare import character_probe, encoder_check, fast_encoding
-from data_pipeline.prepare.cutting import TextPiece
-from data_pipeline.prepare.encoding import SpecialTokens, TextEncoder
-from data_pipeline.prepare.fill_in_the_middle import FillInTheMiddle
+from data_pipeline.prepare import encoder_check
 from data_pipeline.prepare.plan import PrepareOptions
 from data_pipeline.prepare.prepare import PrepareProgress, prepare
 from data_pipeline.sources import open_sources
 from data_pipeline.storage.meta import read_meta
 from data_pipeline.tokenizers.reading import inspect_tokenizer
 from data_pipeline.tokenizers.training import train_tokenizer
-from tests.unit.data_pipeline.prepare.test_cutting import CODE, TEXTS, built, byte_level, mixed_text
+from tests.unit.data_pipeline.encoding.test_cutting import CODE, TEXTS, built, byte_level, mixed_text
 
 pytest.importorskip("gigatoken", reason="the extra [fast] is not installed")
 
@@ -143,8 +144,8 @@ def test_both_encoders_write_the_same_files_and_know_each_other(folder: Path, mo
 
 
 def test_the_tokenizer_is_loaded_anew_before_it_fills_the_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fast_encoding, "CHARACTERS_PER_LOAD", 1000)
-    tokenizer = fast_encoding.FastTokenizer(Path("tok/tokenizer.json").read_bytes())
+    monkeypatch.setattr(fast_encoder, "CHARACTERS_PER_LOAD", 1000)
+    tokenizer = fast_encoder.FastTokenizer(Path("tok/tokenizer.json").read_bytes())
     first = tokenizer._loaded
     ids = [tokenizer.ids("a word " * 100).tolist() for _ in range(3)]
     assert tokenizer._loaded is not first and ids[0] == ids[1] == ids[2]
@@ -175,7 +176,7 @@ def test_texts_with_a_letter_that_one_library_does_not_know_are_encoded_exactly(
     words = ['one "\ua7cf", two', 'one "\U00016ebb", two']
     tokenizer = train_tokenizer([*words * 50, CODE], folder / "newer", 900) / "tokenizer.json"
     encoder = checked(Tokenizer.from_file(str(tokenizer)), ["rows.jsonl"])
-    alone = fast_encoding.FastTokenizer(tokenizer.read_bytes())
+    alone = fast_encoder.FastTokenizer(tokenizer.read_bytes())
     exact = Tokenizer.from_file(str(tokenizer))
     for text in (*words, "no such letter, but \u00e9 and \u6f22"):
         assert encoder.ids(text).tolist() == exact.encode(text).ids
@@ -188,9 +189,9 @@ def test_each_character_that_parts_the_libraries_is_found(name: str, monkeypatch
     """The probe's own entries must show a character that is taken for a sign, and no other."""
     content = TOKENIZERS[name]().to_str().encode()
     before = character_probe.parting_characters(content)
-    right = fast_encoding.FastTokenizer.ids
+    right = fast_encoder.FastTokenizer.ids
     monkeypatch.setattr(
-        fast_encoding.FastTokenizer, "ids", lambda self, text: right(self, text.replace("Ж", "№").replace("λ", "Λ"))
+        fast_encoder.FastTokenizer, "ids", lambda self, text: right(self, text.replace("Ж", "№").replace("λ", "Λ"))
     )
     after = character_probe.parting_characters(content)
     new = [
@@ -205,13 +206,13 @@ def test_each_character_that_parts_the_libraries_is_found(name: str, monkeypatch
 
 def test_a_difference_in_the_users_own_text_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The difference is planted, because the texts of the check itself find all those that are known."""
-    right = fast_encoding.FastTokenizer.ids
+    right = fast_encoder.FastTokenizer.ids
 
-    def wrong(self: fast_encoding.FastTokenizer, text: str) -> NDArray[np.uint32]:
+    def wrong(self: fast_encoder.FastTokenizer, text: str) -> NDArray[np.uint32]:
         ids = right(self, text)
         return ids[::-1] if text == "ab1" * 3000 else ids
 
-    monkeypatch.setattr(fast_encoding.FastTokenizer, "ids", wrong)
+    monkeypatch.setattr(fast_encoder.FastTokenizer, "ids", wrong)
     with pytest.raises(
         DataError, match=r"gives the text of rows.jsonl, line 2 other tokens than .*, at 'ab1ab1"
     ) as caught:
@@ -237,21 +238,21 @@ def test_a_text_on_which_the_fast_encoder_breaks_ends_the_run(
                 raise PanicError("index out of bounds")
             return self.whole.encode(text)
 
-    load = fast_encoding.FastTokenizer._load
+    load = fast_encoder.FastTokenizer._load
 
-    def load_breaking(self: fast_encoding.FastTokenizer) -> None:
+    def load_breaking(self: fast_encoder.FastTokenizer) -> None:
         load(self)
         self._loaded = Breaking(self._loaded)
 
-    fast_encoding.fast_tokenizer.cache_clear()
-    monkeypatch.setattr(fast_encoding.FastTokenizer, "_load", load_breaking)
+    fast_encoder.fast_tokenizer.cache_clear()
+    monkeypatch.setattr(fast_encoder.FastTokenizer, "_load", load_breaking)
     monkeypatch.setattr(encoder_check, "sample", lambda sources: [])
     options = PrepareOptions(encoder="fast", skip_bad_rows=skips)
     with pytest.raises(
         DataError, match=r"^rows.jsonl, line 2: gigatoken cannot encode it \(index out of bounds\): .* exact$"
     ):
         prepare(["rows.jsonl"], Path("out"), Path("tok"), options, workers=1)
-    fast_encoding.fast_tokenizer.cache_clear()
+    fast_encoder.fast_tokenizer.cache_clear()
 
 
 def test_the_sample_takes_from_all_sources(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,6 +277,6 @@ def test_the_sample_takes_from_all_sources(folder: Path, monkeypatch: pytest.Mon
 def test_gigatoken_that_is_missing_is_said_before_anything_is_read(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("data_pipeline.prepare.fast_encoding.find_spec", lambda name: None)
+    monkeypatch.setattr("data_pipeline.encoding.fast_encoder.find_spec", lambda name: None)
     with pytest.raises(DataError, match=r"--encoder fast needs gigatoken, .*: pip install 'megalite\[fast\]', or"):
         written("out", encoder="fast")

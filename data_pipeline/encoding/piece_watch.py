@@ -14,7 +14,7 @@ from ctypes import Array, c_char
 
 import psutil
 
-from data_pipeline.prepare.cutting import TextPiece
+from data_pipeline.encoding.cutting import TextPiece
 from data_pipeline.tokenizers.reading import CHARACTERS_PER_S, MEMORY_BYTES, PROCESSOR_S
 
 LAST_WORDS = 2000  # bytes

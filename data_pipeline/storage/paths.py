@@ -1,11 +1,36 @@
-"""Turns the words after `prepare --output` into the prefix of its files, or says why they are none."""
+"""Names and sizes of files, as people write and read them."""
 
+import os
+import re
 from pathlib import Path
 
 from data_pipeline.errors import DataError
-from data_pipeline.storage.files import is_url
 
 _ENDINGS = (".bin", ".idx", ".meta.json")
+
+
+def with_ending(prefix: Path, ending: str) -> Path:
+    """Returns PREFIX + ending; unlike Path.with_suffix it keeps dots inside the prefix."""
+    return prefix.parent / (prefix.name + ending)
+
+
+def is_url(text: str) -> bool:
+    """True for `https://...`, `s3://...` and the like."""
+    return bool(re.match(r"[A-Za-z][\w+.-]*://", text))
+
+
+def decimal_size(size: float) -> str:
+    """Returns a number of bytes with an SI prefix, such as `1.2 MB`."""
+    for unit, digits in (("byte" if size == 1 else "bytes", 0), ("kB", 1), ("MB", 1), ("GB", 1)):
+        if round(size, digits) < 1000:
+            return f"{size:.{digits}f} {unit}"
+        size /= 1000
+    return f"{size:,.1f} TB"
+
+
+def user_path(name: str) -> Path:
+    """Returns the path that a user means: `~/` is the home folder, and `~notes.txt` a file where no user is it."""
+    return Path(os.path.expanduser(name))  # noqa: PTH111 - Path.expanduser raises where it finds no home
 
 
 def output_prefix(given: str) -> Path:

@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import re
 from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO
@@ -11,25 +10,6 @@ from data_pipeline.errors import DataError
 
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _LARGEST_POINTER = 1024  # bytes, by its specification
-
-
-def with_ending(prefix: Path, ending: str) -> Path:
-    """Returns PREFIX + ending; unlike Path.with_suffix it keeps dots inside the prefix."""
-    return prefix.parent / (prefix.name + ending)
-
-
-def is_url(text: str) -> bool:
-    """True for `https://...`, `s3://...` and the like."""
-    return bool(re.match(r"[A-Za-z][\w+.-]*://", text))
-
-
-def decimal_size(size: float) -> str:
-    """Returns a number of bytes with an SI prefix, such as `1.2 MB`."""
-    for unit, digits in (("byte" if size == 1 else "bytes", 0), ("kB", 1), ("MB", 1), ("GB", 1)):
-        if round(size, digits) < 1000:
-            return f"{size:.{digits}f} {unit}"
-        size /= 1000
-    return f"{size:,.1f} TB"
 
 
 def refuse_lfs_pointer(path: Path) -> None:
@@ -135,8 +115,3 @@ def _opened(file: StoredFile) -> _Descriptor:
     # pages in a row are not read ahead: of two samples that lie close together, the second would bring in many
     os.posix_fadvise(opened.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
     return opened
-
-
-def user_path(name: str) -> Path:
-    """Returns the path that a user means: `~/` is the home folder, and `~notes.txt` a file where no user is it."""
-    return Path(os.path.expanduser(name))  # noqa: PTH111 - Path.expanduser raises where it finds no home
