@@ -8,7 +8,6 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from launch.errors import HUNG_CODE
@@ -122,13 +121,17 @@ def build_run(
     activity = Activity(Mesh.of(layout), rank.rank)
     if heartbeat is not None:
         heartbeat.step = lambda: activity.span.step
-    record_hang = partial(EventLog(config.run_dir / EVENTS).write, "hung")
+    events = EventLog(config.run_dir / EVENTS)
     launch = agree_on_launch()
     fence.begin(config.run_dir / LOCK, from_rank_0(lambda: fence.read(config.run_dir / LOCK), str))
     with_local_data = open_on_all_hosts(config, rank, progress)  # before the watchdog, whose limits are for steps
     progress.begin("opening the data")
     watchdog = stack.enter_context(
-        Watchdog(activity, config.watchdog, config.run_dir, launch, HUNG_CODE, record_hang, tuple(ENDINGS))
+        Watchdog(
+            *(activity, config.watchdog, config.run_dir, launch, HUNG_CODE),
+            lambda facts: events.write("hung", **facts),
+            tuple(ENDINGS),
+        )
     )
     data = open_data(with_local_data)
     prediction = PredictionTracker(config, layout, rank, device, lookup)

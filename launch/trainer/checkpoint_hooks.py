@@ -33,7 +33,7 @@ from megalite.units import rounded
 
 if TYPE_CHECKING:
     from launch.trainer.run_logger import RunLogger
-    from megalite.checkpoint.remote.mirror import Mirror
+    from megalite.checkpoint.remote.mirror import Mirror, Notify
     from megalite.training.checkpoints import RunLog
 
 PROGRESS_EVERY_S = 10.0  # while the end of a run waits for the last export
@@ -248,7 +248,7 @@ class CheckpointHooks:
             self._run_logger.log_warning(missing)
 
 
-def open_mirror(url: str, options: CheckpointConfig, notify: Callable[[str, str, dict[str, Any]], None]) -> Mirror:
+def open_mirror(url: str, options: CheckpointConfig, notify: Notify) -> Mirror:
     """Opens the mirror that a run asks for; `notify` as in `Mirror`. Raises CheckpointError."""
     from megalite.checkpoint.remote.mirror import Mirror
     from megalite.checkpoint.retention import Retention

@@ -45,7 +45,7 @@ from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.manifest import find_latest, read_manifest
 from megalite.checkpoint.retention import clean_up
 from megalite.config import Config
-from megalite.monitor.events import EVENTS, EventLog
+from megalite.monitor.events import EVENTS, EventLog, EventName
 from megalite.monitor.progress import format_continuation
 from megalite.parallel.mesh import Mesh
 from megalite.resilience.signals import START_UP, STOP_SIGNALS, exit_code_for
@@ -140,7 +140,7 @@ def _mirror_if_missing(config: Config, url: str, checkpoint: Path) -> None:
     """Sends the last checkpoint of a run that ended before its mirror had it."""
     events = EventLog(config.run_dir / EVENTS)
 
-    def tell(event: str, sentence: str, facts: dict[str, Any]) -> None:
+    def tell(event: EventName, sentence: str, facts: dict[str, Any]) -> None:
         log.log(logging.WARNING if event == "mirror_failed" else logging.INFO, sentence)
         events.write(event, **facts)
 

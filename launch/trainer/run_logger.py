@@ -19,7 +19,7 @@ from launch.trainer.run_tokenizer import keep_tokenizer
 from launch.trainer.start.resume import RunSetup
 from launch.trainer.start.run_folder import write_receipt, write_settings
 from megalite.checkpoint.fence import EVERY_S, fence
-from megalite.monitor.events import EVENTS, EventLog, read_events
+from megalite.monitor.events import EVENTS, EventLog, EventName, read_events
 from megalite.monitor.observer import Nonfatal, Observer
 from megalite.monitor.records.step import StepRecord
 from megalite.monitor.sinks.jsonl import METRICS, stream_records
@@ -208,13 +208,13 @@ class RunLogger(Observer):
             with contextlib.suppress(Exception):  # its failure would be reported here
                 log.warning(sentence)
 
-    def event(self, name: str, **facts: Any) -> None:
+    def event(self, name: EventName, **facts: Any) -> None:
         """Appends a line to events.jsonl."""
         if self._is_rank_zero:
             with self._nonfatal(EVENTS):
                 self._events.write(name, **facts)
 
-    def log_upload(self, event: str, sentence: str, facts: dict[str, Any]) -> None:
+    def log_upload(self, event: EventName, sentence: str, facts: dict[str, Any]) -> None:
         """Logs the result of an upload to the mirror."""
         self.event(event, **facts)
         (self.log_warning if event == "mirror_failed" else self.log_notice)(sentence)

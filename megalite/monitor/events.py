@@ -9,18 +9,24 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megalite.config.loading.hidden_secrets import without_secrets
 from megalite.monitor.line_files import LineFile, stream_lines
 
 EVENTS = "events.jsonl"
+EventName = Literal[
+    "started", "passed_over", "config_changed", "saved", "save_failed", "mirrored", "mirror_failed", "exported",
+    "export_failed", "intervened", "rolled_back", "steps_lost", "slow_rank", "slow_rank_over", "hung", "lines_lost",
+    "ended", "preempted", "interrupted", "stopped", "not saved",
+]  # fmt: skip
+"""Events, with their facts in docs/observing.md."""
 
 
 class EventLog(LineFile):
     """Appends events to one file."""
 
-    def write(self, event: str, **facts: Any) -> None:
+    def write(self, event: EventName, **facts: Any) -> None:
         """Appends `event` with the time (unix seconds) and `facts`, without secrets, as JSON. Raises OSError."""
         known = {"time": time.time(), "event": event, **without_secrets(facts)}
         self.append(json.dumps(known, default=str) + "\n")

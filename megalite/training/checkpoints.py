@@ -24,6 +24,7 @@ from megalite.checkpoint.saver import Saved, Saver
 from megalite.checkpoint.writer import write_evaluation
 from megalite.config.sections import CheckpointConfig
 from megalite.engine.engine import Engine
+from megalite.monitor.events import EventName
 from megalite.resilience.checkpoint_interval import IntervalPlanner
 from megalite.tracing.activity import Phase
 from megalite.training.state import SaveFailed, TrainState
@@ -40,7 +41,7 @@ class RunLog(Protocol):
     def log_warning(self, sentence: str) -> None:
         """Logs a line about what was lost, or may be."""
 
-    def event(self, name: str, **facts: Any) -> None:
+    def event(self, name: EventName, **facts: Any) -> None:
         """Appends a line to events.jsonl."""
 
     def sync(self) -> None:

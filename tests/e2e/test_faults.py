@@ -23,6 +23,7 @@ from launch.trainer.start.checks import position_without_lock
 from launch.trainer.start.flags import NO_FLAGS
 from megalite.checkpoint.manifest import read_manifest
 from megalite.config import Config
+from megalite.monitor.events import EVENTS, read_events
 from tests.e2e.conftest import References
 from tests.helpers.audit import audit, audit_against, complete, lost
 from tests.helpers.commands import metrics
@@ -151,6 +152,9 @@ def test_killed_at_every_instant_of_a_save(
             assert all(code in (FAILED_CODE, HUNG_CODE) for code in survivors), (
                 f"{instant}: {codes}\n{running.output()}"
             )
+            if HUNG_CODE in survivors:
+                told = [event["ranks"] for event in read_events(run_dir / EVENTS) if event["event"] == "hung"]
+                assert told[-1:] == [victims], f"{instant}: {told}\n{running.output()}"
         after = complete(root)
         assert not lost(before, after, KEEP) and max(after) > max(before, default=0), f"{instant}: {before} {after}"
     train(tmp_path / "session", config)

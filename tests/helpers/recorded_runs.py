@@ -60,11 +60,8 @@ def write_timelines(run_dir: Path, stages: int, replicas: int, tensors: int, tex
             rank = stage * replicas * tensors + peer
             sizes = {"tensor_parallel_size": tensors, "data_parallel_size": replicas}
             place = {"rank": rank, "data": data, "tensor": tensor, "host": f"{text} {rank // 8}"}
-            write_timeline(run_dir, _with_collective(replace_owner(timeline, sizes | place)))
-
-
-def replace_owner(timeline: RankTimeline, changes: dict[str, Any]) -> RankTimeline:
-    return replace(timeline, owner=timeline.owner.model_copy(update=changes))
+            owner = timeline.owner.model_copy(update=sizes | place)
+            write_timeline(run_dir, _with_collective(replace(timeline, owner=owner)))
 
 
 def _with_collective(timeline: RankTimeline) -> RankTimeline:

@@ -11,7 +11,6 @@ from collections import Counter
 from dataclasses import replace
 from itertools import groupby
 
-import numpy as np
 import pytest
 
 from megalite.config.sections import GuardsConfig
@@ -33,15 +32,11 @@ def _second_step(rank: int, case: Case, guards: dict[str, str]) -> tuple[list[Ca
     for batch in global_batches(case)[:2]:
         valid = int((batch.targets != IGNORED).sum())
         mine = [
-            replace(each, global_valid_targets=valid, sources=_sources_of(each.samples, case))
+            replace(each, global_valid_targets=valid, sources=each.samples % case.sources if case.sources else None)
             for each in micro_batches_of(engine, case, batch)
         ]
         calls = calls_of(lambda mine=mine: engine.train_step(mine, 1e-3, guard))
     return calls, sum(parameter.numel() for _, parameter in engine.parameters())
-
-
-def _sources_of(samples: np.ndarray, case: Case) -> np.ndarray | None:
-    return samples % case.sources if case.sources else None
 
 
 @pytest.mark.parametrize("name", STEPS)

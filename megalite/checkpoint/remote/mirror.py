@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megalite.checkpoint.errors import CheckpointError, StorageError
 from megalite.checkpoint.manifest import FileEntry, read_manifest, step_of
@@ -25,18 +25,15 @@ CANCEL_S = 5.0  # for what is under way when a mirror is closed
 PROGRESS_EVERY_S = 10.0  # while `close` waits
 
 
+Outcome = Literal["mirrored", "mirror_failed"]
+Notify = Callable[[Outcome, str, dict[str, Any]], None]
+
+
 class Mirror:
     """Keeps the store at `url` up to date with the committed checkpoints. Only `close` waits; any thread may call."""
 
-    def __init__(
-        self,
-        url: str,
-        policy: Retention,
-        notify: Callable[[str, str, dict[str, Any]], None],
-        patience: Patience = PATIENCE,
-    ) -> None:
-        """`notify` gets the outcome of each upload in the uploading thread: an event ("mirrored" or "mirror_failed"), a
-        sentence for the console and facts for events.jsonl.
+    def __init__(self, url: str, policy: Retention, notify: Notify, patience: Patience = PATIENCE) -> None:
+        """`notify` gets the outcome of each upload, a sentence and facts for events.jsonl, in the uploading thread.
 
         Raises CheckpointError where `url` cannot be used on this machine; asks no server.
         """
@@ -209,6 +206,6 @@ class Mirror:
             then = ": it is tried again after the next checkpoint"
         self._report("mirror_failed", f"mirroring {folder.name} failed: {error}{then}", folder, reason=str(error))
 
-    def _report(self, event: str, sentence: str, folder: Path, **facts: float | str) -> None:
+    def _report(self, event: Outcome, sentence: str, folder: Path, **facts: float | str) -> None:
         with suppress(Exception):  # a console or a disk that fails must not end the copies
             self._notify(event, sentence, {"step": step_of(folder.name), "mirror": self._url, **facts})

@@ -73,9 +73,7 @@ def with_loss(folder: Path, loss: float) -> None:
 @pytest.mark.parametrize("loss", [float("nan"), float("inf"), 0.5, None])
 def test_a_loss_that_is_not_finite_is_one_all_the_same(loss: float | None, tmp_path: Path) -> None:
     """As `null` it would be no evaluation, and each resume would evaluate again."""
-    folder = write(tmp_path, 1)
-    manifest = Manifest.model_validate_json((folder / MANIFEST).read_bytes())
-    sealed = manifest.model_copy(update={"evaluation_loss": loss}).sealed()
+    sealed = read_manifest(write(tmp_path, 1)).model_copy(update={"evaluation_loss": loss}).sealed()
     assert repr(Manifest.model_validate_json(sealed).evaluation_loss) == repr(loss)
 
 

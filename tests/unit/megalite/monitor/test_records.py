@@ -6,9 +6,10 @@ import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 from launch.trainer.run_logger import RunLogger
+from megalite.monitor.events import EventName
 from megalite.monitor.observer import Nonfatal, Observer
 from megalite.monitor.records.step import CURVES, StepRecord
 from megalite.monitor.sinks.jsonl import JsonLinesSink, stream_records
@@ -28,6 +29,12 @@ def test_every_field_has_a_row_in_the_documentation_and_keeps_its_name() -> None
     rows = re.findall(r"^\| (`[^|]*) \|", section, re.MULTILINE)
     assert sorted(re.findall(r"`(\w+)`", " ".join(rows))) == sorted(FIELDS.split())
     assert [*CURVES] == ["grad_norm", "learning_rate", "tokens_per_second", "step_time_s", "memory_peak_mib", "goodput"]
+
+
+def test_every_event_has_a_row_in_the_documentation() -> None:
+    section = (ROOT / "docs" / "observing.md").read_text().split("## events.jsonl\n")[1].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`[^|]*) \|", section, re.MULTILINE)
+    assert re.findall(r"`([\w ]+)`", " ".join(rows)) == [*get_args(EventName)]
 
 
 class Thermometer(Observer):

@@ -28,7 +28,11 @@ def test_each_row_shows_the_passes_of_the_engines_program_in_their_order(schedul
     programs = training_programs(schedule, STAGES, MICRO_BATCHES, chunks)
     for stage, (titles, program) in enumerate(zip(shown, programs, strict=True)):
         mine = [position for position, holder in enumerate(where) if holder == stage]
-        expected = [_title(each, mine) for each in program if isinstance(each, Compute)]
+        expected = [
+            f"{each.kind} of micro-batch {each.micro_batch}, chunk {mine.index(each.position)}"
+            for each in program
+            if isinstance(each, Compute)
+        ]
         assert _with_parts(titles, program) == expected, f"{schedule}, stage {stage}"
 
 
@@ -52,10 +56,6 @@ def _rows() -> list[list[str]]:
         assert x >= LEFT
         rows.setdefault(y, []).append((x, box.findtext(f"{SVG}title", "")))
     return [[title for _, title in sorted(rows[y])] for y in sorted(rows)]
-
-
-def _title(work: Compute, mine: list[int]) -> str:
-    return f"{work.kind} of micro-batch {work.micro_batch}, chunk {mine.index(work.position)}"
 
 
 def _with_parts(titles: list[str], program: tuple) -> list[str]:
