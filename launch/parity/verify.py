@@ -111,8 +111,6 @@ def make_plan(
     if not runnable:
         raise LaunchError(f"none of the layouts can be run, for example {left_out[0]}")
     dtype = config.precision.dtype
-    if dtype == "fp16" and device == "cpu":
-        raise ConfigError("precision.dtype fp16 needs a GPU, but this machine has none: use bf16 or fp32")
     dtypes: tuple[Dtype, ...] = tuple(dict.fromkeys(("fp32", dtype)))
     if config.precision.float8 != "none":
         check_float8_package(config)
@@ -160,6 +158,11 @@ def verify(plan: Plan) -> ParityReport:
             session.references.answer(plan.layouts[0].accumulation)  # here, or it would count as the layout's time
         if (experts := session.references.problem.config.model.num_experts_per_tok) != wanted:
             log(f"{dtype}: each token goes to all {experts} experts, because rounding would decide to which {wanted}")
+        if dtype == "fp16" and plan.device == "cpu":
+            from megalite.parallel.linear import why_fp16_is_slow  # with PyTorch, which the reference has loaded
+
+            if notice := why_fp16_is_slow():
+                log(notice)
         if near := session.references.near_choices:
             log(f"{near} choices of experts are so near that rounding may decide: one that differs shows as an error")
         for index, layout in enumerate(plan.layouts, start=1):

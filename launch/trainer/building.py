@@ -103,6 +103,7 @@ def build_run(
 
     from megalite.distributed.agreement import from_rank_0
     from megalite.engine.build import build_engine
+    from megalite.parallel.linear import why_fp16_is_slow
     from megalite.parallel.mesh import Mesh
     from megalite.resilience.watchdog import Watchdog, agree_on_launch
     from megalite.tracing.activity import Activity
@@ -144,6 +145,8 @@ def build_run(
         log_start(setup, format_devices(devices), memory_warning)
         if device == "cuda":
             log.info(format_attention(config, torch.device(device)))
+        elif config.precision.dtype == "fp16" and (notice := why_fp16_is_slow()):
+            log.warning(notice)
     progress.begin("building the model")
     engine = build_engine(layers_of(config, recompute_of_blocks(config, layout)), config, layout, activity)
     progress.begin(start.loading)

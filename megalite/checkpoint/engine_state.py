@@ -21,7 +21,8 @@ from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.manifest import WEIGHT, entry
 from megalite.checkpoint.reader import CheckpointReader, WeightReader
 from megalite.checkpoint.writer import Block
-from megalite.engine.deepspeed.internals import own_range, owned_fp32_values, set_loss_scaler_state
+from megalite.engine.deepspeed.internals import own_range, owned_fp32_values
+from megalite.engine.deepspeed.loss_scale import set_loss_scaler_state
 from megalite.engine.engine import Engine
 from megalite.engine.optimizers.build import MOMENTS, moments_of
 from megalite.engine.parameter_state import create_moments, moment_names, refresh, write_own_numbers, written_range

@@ -28,7 +28,7 @@ from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.manifest import FileEntry, Manifest, step_folder
 from megalite.checkpoint.writer import Block, check_room, commit, discard, now, start, temporary_folder, write_blocks
 from megalite.distributed.agreement import from_all_ranks
-from megalite.engine.deepspeed.internals import loss_scaler_state
+from megalite.engine.deepspeed.loss_scale import loss_scaler_state
 from megalite.engine.engine import Engine
 from megalite.engine.parameter_state import moment_names, optimizer_step_count
 

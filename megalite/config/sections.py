@@ -66,7 +66,7 @@ class PrecisionConfig(Section):
     """Number formats. Master weights are always fp32; `optimizer.moments_dtype` is that of the optimizer's state."""
 
     dtype: Dtype = "bf16"
-    """Format of weights and activations in forward and backward; fp16 needs a GPU."""
+    """Format of weights and activations in forward and backward; fp16 has a loss scale."""
 
     gradient_accumulation_dtype: Dtype = "fp32"
     """Format in which micro-batches' gradients are summed: fp32, or the same as `dtype`."""

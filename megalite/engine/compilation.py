@@ -100,7 +100,8 @@ def _set_up_compiler(*, tells: bool) -> None:
     from torch._dynamo.callback import on_compile_end, on_compile_start
 
     torch._dynamo.config.recompile_limit = MOST_GRAPHS
-    torch.compiler.assume_constant_result(linear._cpu_multiplies_bf16)  # asks the machine, which cannot be traced
+    for asks_the_machine in (linear._cpu_multiplies_bf16, linear._cpu_multiplies_fp16):  # which cannot be traced
+        torch.compiler.assume_constant_result(asks_the_machine)
     folder = keep_compiled_code()
     if not tells:
         return

@@ -22,6 +22,7 @@ from megalite.config.batch_stages import BatchShape, shapes_of
 from megalite.config.layout import reduces_beside_backward
 from megalite.engine.batch_transfer import BatchTransfer, DeviceBatch, MicroBatch
 from megalite.engine.deepspeed.internals import flat_groups, quiet_stdout
+from megalite.engine.deepspeed.loss_scale import current_loss_scale, loss_scaler_tensor
 from megalite.engine.deepspeed.process_groups import Grid, tensor_parallel_of
 from megalite.engine.deepspeed.step import set_batch_size
 from megalite.engine.initialization import initialize
@@ -74,8 +75,7 @@ class Engine(ABC):
     def _initialize(self, model: torch.nn.Module) -> None:
         self.deepspeed, self.torch_optimizer = initialize(model, self.config, self.layout, self._grid, self._tp)
         is_ours, device = reduces_beside_backward(self.config), self.deepspeed.device
-        may_be_late = is_ours and self.config.precision.dtype != "fp16"  # whose loss scale the host keeps
-        self.decision = StepDecision(self.deepspeed, self._tp, may_be_late=may_be_late)
+        self.decision = StepDecision(self.deepspeed, self._tp, may_be_late=is_ours)
         self.reduction: Reduction = DeepSpeedReduction(self.deepspeed.optimizer)
         if is_ours:
             trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -196,6 +196,7 @@ class Engine(ABC):
             group["lr"] = learning_rate
         weight = self._token_weight(micro_batches)
         self._weigh_balance_losses()
+        loss_scaler = loss_scaler_tensor(self.deepspeed.optimizer)  # which the step moves
         for participant in self._participants:
             participant.begin_step(micro_batches)
         self.reduction.begin(self.micro_batches)
@@ -210,10 +211,10 @@ class Engine(ABC):
         self.activity.record_op(Operation.LOSS, peers=self._loss_peers)
         (loss, by_source), norm = global_losses(), self.deepspeed.get_global_grad_norm()
         usage = None if self.expert_counts is None else self.expert_counts.usage
-        readback = Readback(loss, norm, self.decision.skipped, usage, by_source)
+        readback = Readback(loss, norm, self.decision.skipped, usage, by_source, loss_scaler)
         self.activity.record_op(Operation.FINISH, peers=self.activity.peers.everyone)
         norms = self.partitioned_step.part_norms if self.partitioned_step and self.decision.is_late(gate) else None
-        return StepResult(readback, self.decision.refused, tuple(micro_losses), weight, norms)
+        return StepResult(readback, self.decision.refused, tuple(micro_losses), weight, norms, loss_scaler)
 
     def reads_late(self, gate: StepGate | None) -> bool:
         """Returns whether the loop should read the result of a step when it has begun the next one."""
@@ -270,7 +271,7 @@ class Engine(ABC):
     def _weigh_balance_losses(self) -> None:
         """Makes routers add their balance losses, each as the mean over the sequences of the global batch."""
         sequences = self.shape.global_batch_size / self.mesh.data_parallel_size  # gradients are averaged
-        loss_scale = float(getattr(self.deepspeed.optimizer, "loss_scale", 1.0))  # BF16_Optimizer has none
+        loss_scale = current_loss_scale(self.deepspeed.optimizer) if self.balances else 1.0
         for _, _, balance in self.balances:
             balance.losses, balance.scale = self.config.training.router, loss_scale / sequences
 

@@ -15,7 +15,8 @@ from megalite.config import Config, ConfigError, ResolvedLayout
 from megalite.config.layout import reduces_beside_backward
 from megalite.engine.compilation import compile_blocks
 from megalite.engine.deepspeed.config import deepspeed_config
-from megalite.engine.deepspeed.internals import quiet_stdout, share_fp32_weights, stay_at_smallest_loss_scale
+from megalite.engine.deepspeed.internals import accept_fp16_on_cpus, quiet_stdout, share_fp32_weights
+from megalite.engine.deepspeed.loss_scale import stay_at_smallest_loss_scale
 from megalite.engine.deepspeed.process_groups import Grid, group_timeout
 from megalite.engine.optimizers.build import build_optimizer
 from megalite.engine.optimizers.cpu_adam import BUILD_LIMIT, why_no_cpu_adam
@@ -43,6 +44,8 @@ def initialize(
         has_cpu_adam=_has_cpu_adam(config),
     )
     options = deepspeed_config(config, layout)
+    if config.precision.dtype == "fp16":
+        accept_fp16_on_cpus()
     try:
         with quiet_stdout():
             engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, mpu=grid, config=options)

@@ -30,6 +30,7 @@ from megalite.engine.deepspeed.internals import (
     owned_fp32_values,
     unreplicated_partition,
 )
+from megalite.engine.deepspeed.loss_scale import current_loss_scale
 from megalite.engine.deepspeed.step import flat_partitions
 from megalite.engine.engine import Engine
 from megalite.engine.optimizers.adamw import CompactAdamW
@@ -132,8 +133,8 @@ def read_gradients(engine: Engine) -> Iterator[tuple[nn.Parameter, Tensor]]:
 
 
 def loss_scale(engine: Engine) -> float:
-    """Returns the factor on the gradients of the current step: fp16's loss scale, or 1."""
-    return float(getattr(engine.deepspeed.optimizer, "loss_scale", 1.0))  # BF16_Optimizer has none
+    """Returns the factor on the gradients of the current step: fp16's loss scale, or 1. Waits for the device."""
+    return float(current_loss_scale(engine.deepspeed.optimizer))
 
 
 def create_moments(engine: Engine, step_count: int) -> None:

@@ -1,8 +1,8 @@
 """The decision whether an optimizer step is taken, after its gradients are known and before weights change.
 
-Three may decide. The device does where it can: a step that is not finite changes nothing there, and the host hears of
-it a step later. The host does for fp16, whose loss scale it keeps, and for a gate that wants to be asked. DeepSpeed
-does where it reduces the gradients itself; there the gate is asked at the place of DeepSpeed's own question.
+Three may decide. The device does where it can: a step that is not finite changes nothing there but fp16's loss scale,
+and the host hears of it a step later. The host does for a gate that wants to be asked. DeepSpeed does where it reduces
+the gradients itself; there the gate is asked at the place of DeepSpeed's own question.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class StepDecision:
     def is_late(self, gate: StepGate | None) -> bool:
         """Returns whether a step that is not finite is skipped on the device, without the host, which hears of it late.
 
-        It is not where the gate has to be asked, in fp16, whose loss scale the host keeps, or where DeepSpeed decides.
+        It is not where the gate has to be asked, or where DeepSpeed decides.
         """
         return self._may_be_late and (gate is None or not gate.waits)
 
@@ -96,11 +96,12 @@ class StepDecision:
         optimizer = self._engine.optimizer
         if not self.is_late(self._gate):
             return takes_step(optimizer, norm, self._on_host(norm)), None
-        skipped = (~torch.isfinite(norm)).float()
+        is_held, overflow = self._is_held, ~torch.isfinite(norm)
+        skipped = overflow.float()
         if self._gate is not None:  # it may want to look into the step before the next one changes weights
-            skipped = self._is_held = torch.maximum(skipped, self._is_held)
+            skipped = self._is_held = torch.maximum(skipped, is_held)
         self.skipped_on_device = skipped
-        leave_to_device(optimizer, norm.masked_fill(skipped.bool(), float("inf")))
+        leave_to_device(optimizer, norm.masked_fill(skipped.bool(), float("inf")), overflow, is_held)
         return True, skipped
 
     def _on_host(self, norm: Tensor) -> float:

@@ -20,6 +20,7 @@ class StepNumbers(NamedTuple):
     loss: float  # mean over the valid tokens of the global batch
     grad_norm: float  # global, before clipping; inf where the step was skipped
     skipped: bool  # the loss or the gradients were not finite, and the weights did not change
+    loss_scale: float | None = None  # that the step was computed with; None: not fp16, or one that never changes
 
 
 class Readback:
@@ -32,13 +33,15 @@ class Readback:
         skipped: Tensor | bool,
         expert_usage: Tensor | None = None,
         source_losses: Tensor | None = None,
+        loss_scaler: Tensor | None = None,
     ) -> None:
         """`loss` is on the device of the step, `expert_usage` is that of `ExpertCounts`, `source_losses` the sums of
-        `SourceLosses` over all replicas; makes no one wait."""
+        `SourceLosses` over all replicas, `loss_scaler` that of `StepResult`; makes no one wait."""
         parts = [part if isinstance(part, Tensor) else loss.new_full((), float(part)) for part in (grad_norm, skipped)]
+        parts += [] if loss_scaler is None else [loss_scaler[0]]
         # the norm is on the host where the optimizer is
         parts = [part.detach().to(loss.device, torch.float64, non_blocking=True) for part in (loss, *parts)]
-        numbers = torch.stack(parts)
+        numbers, self._scalars = torch.stack(parts), len(parts)
         self._shapes = [None if table is None else table.shape for table in (expert_usage, source_losses)]
         if tables := [table.flatten() for table in (expert_usage, source_losses) if table is not None]:
             numbers = torch.cat([numbers, *tables])
@@ -53,8 +56,8 @@ class Readback:
     def numbers(self) -> StepNumbers:
         """The numbers; the first use waits for the step."""
         self._wait()
-        loss, grad_norm, skipped = self._host[:3].tolist()
-        return StepNumbers(loss, grad_norm, bool(skipped))
+        loss, grad_norm, skipped, *scale = self._host[: self._scalars].tolist()
+        return StepNumbers(loss, grad_norm, bool(skipped), *scale)
 
     @property
     def expert_usage(self) -> Tensor | None:
@@ -64,7 +67,7 @@ class Readback:
         if shape is None:
             return None
         self._wait()
-        return self._host[3 : 3 + shape.numel()].view(shape)
+        return self._host[self._scalars : self._scalars + shape.numel()].view(shape)
 
     @property
     def source_losses(self) -> Tensor | None:
@@ -90,6 +93,7 @@ class StepResult:
     micro_losses: tuple[Tensor, ...] = ()  # this rank's loss of each micro-batch; empty without the last layer
     token_weight: Tensor | None = None  # the factor on a micro-batch's summed loss: `Engine._token_weight`
     part_norms: Tensor | None = None  # of this rank's gradients, if a skip was decided on the device: `PartitionedStep`
+    loss_scaler: Tensor | None = None  # fp16's dynamic loss scale before the step: `loss_scaler_tensor`
 
     @property
     def loss(self) -> float:

@@ -31,12 +31,14 @@ class _WithGradientOf(torch.autograd.Function):
     """Returns `x`; backward also runs through `loss`, whose gradient is `scale`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: Tensor | float) -> Tensor:
         ctx.scale, ctx.dtype, ctx.device = scale, loss.dtype, loss.device
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        if isinstance(ctx.scale, Tensor):
+            return grad, ctx.scale.to(ctx.dtype), None
         return grad, torch.full((), ctx.scale, dtype=ctx.dtype, device=ctx.device), None
 
 
@@ -62,7 +64,9 @@ class ExpertBalance(nn.Module):
         super().__init__()
         self.experts, self._tp = experts, tp
         self.losses = RouterConfig()  # of the run, which the engine sets
-        self.scale = 0.0  # of the gradient of one sequence's loss, set for each step: fp16's loss scale is in it
+        self.scale: Tensor | float = (
+            0.0  # of the gradient of one sequence's loss, set for each step: fp16's loss scale is in it
+        )
         # no buffers, which DeepSpeed would cast
         self.bias: Tensor | None = None  # [experts] fp32, added to scores where experts are chosen
         # of this step, the engine's; None: nobody counts

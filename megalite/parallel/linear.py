@@ -57,11 +57,14 @@ def replicated_weight(
 
 
 def lacks_fast_gemm(x: Tensor) -> bool:
-    """True for bf16 on an x86 CPU without bf16 units: oneDNN emulates them at a quarter of fp32's speed.
+    """True for 16-bit numbers on a CPU without units for them: oneDNN emulates bf16 at a quarter of fp32's speed, and
+    torch multiplies fp16 one number at a time, at a thirtieth.
 
-    Such tensors are widened to fp32 around a GEMM, which loses nothing: a bf16 GEMM sums in fp32 too.
+    Such tensors are widened to fp32 around a GEMM, which loses nothing: a 16-bit GEMM sums in fp32 too.
     """
-    return x.device.type == "cpu" and x.dtype == torch.bfloat16 and not _cpu_multiplies_bf16()
+    if x.device.type != "cpu" or x.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return not (_cpu_multiplies_bf16() if x.dtype == torch.bfloat16 else _cpu_multiplies_fp16())
 
 
 def _cpu_multiplies_bf16() -> bool:
@@ -69,8 +72,22 @@ def _cpu_multiplies_bf16() -> bool:
     return cpu["architecture"] != "x86_64" or cpu["amx_bf16"] or cpu["avx512_bf16"]
 
 
+def _cpu_multiplies_fp16() -> bool:
+    return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+
+
+def why_fp16_is_slow() -> str | None:
+    """Returns what computing in fp16 on this CPU costs, in a sentence; None if it has units for it."""
+    if _cpu_multiplies_fp16():
+        return None
+    return (
+        "precision.dtype fp16: this CPU has no units for it, so products are computed in fp32 and rounded to fp16, "
+        "which takes longer than fp32: good for a test of what a GPU is to do"
+    )
+
+
 def multipliable(x: Tensor) -> Tensor:
-    """Widens bf16 to fp32 on a CPU without bf16 units."""
+    """Widens 16-bit numbers to fp32 on a CPU without units for them."""
     return x.float() if lacks_fast_gemm(x) else x
 
 
@@ -170,7 +187,7 @@ def _input_again(function: Callable[..., Tensor] | None, kept: list[Tensor]) -> 
 def linear(
     x: Tensor | Recomputable, weight: Tensor, bias: Tensor | None, tp: TensorParallel = ONE_RANK, put: Put | None = None
 ) -> Tensor:
-    """Computes `F.linear`, through fp32 where bf16 GEMMs are slow; `tp` as in `_Product`.
+    """Computes `F.linear`, through fp32 where 16-bit GEMMs are slow; `tp` as in `_Product`.
 
     With `put` the weight's gradient is put off, unless x needs none: nobody would wait for it then, and autograd,
     which does not see the weight, would not run backward at all.

@@ -199,6 +199,8 @@ class Cluster(Section):
     def peak_flops(self, dtype: Dtype) -> float:
         """Returns the dense floating-point operations per second of one accelerator."""
         peaks = self.accelerator.peak_tflops
+        if dtype == "fp16" and self.accelerator.device == "cpu":
+            dtype = "fp32"  # in which a CPU computes the products of fp16
         if dtype not in peaks:
             others = " or ".join(name for name in peaks if name != "fp8")
             others = f"use {others}, or " if others else ""

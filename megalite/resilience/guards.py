@@ -19,7 +19,7 @@ import numpy as np
 
 from megalite.config.sections import GuardsConfig, Policy
 from megalite.engine.batch_transfer import MicroBatch
-from megalite.engine.deepspeed.internals import loss_scale_can_fall, loss_scaler_state
+from megalite.engine.deepspeed.loss_scale import can_fall, loss_scaler_state, named
 from megalite.engine.engine import Engine
 from megalite.engine.step_result import StepResult
 from megalite.resilience import nonfinite_tracing as tracing
@@ -200,7 +200,6 @@ class Guard:
         self._loss = math.nan  # of the current step, the same bits on all ranks
         self._spike: Spike | None = None  # of the current step, if it is one
         self._norms: list[tuple[str, float]] = []  # of the current step's gradients
-        self._loss_scaler: dict[str, float] = {}  # state of fp16's loss scale at the current step
         self._has_trained = False  # whether a step was taken since the weights were loaded or made
 
     def state(self) -> dict[str, Any]:
@@ -262,7 +261,6 @@ class Guard:
     def examine(self) -> None:
         """Records the gradient norms of a step that is not taken."""
         self._norms = tracing.gradient_norms(self._engine)
-        self._loss_scaler = loss_scaler_state(self._engine.deepspeed.optimizer)
 
     def after(self, step: int, result: StepResult, micro_batches: Sequence[MicroBatch]) -> Intervention | None:
         """Returns what to do after a step that was not taken, None after one that was. Collective."""
@@ -290,13 +288,14 @@ class Guard:
             documents = self._documents(candidates)
             return SkipReport(step, "spike", loss, self._spike, candidates, parameters=largest, documents=documents)
         bad, count = [name for name, norm in norms.items() if math.isnan(norm)], len(norms)
-        cause = self._cause(rank_reports)
+        loss_scaler = named(result.loss_scaler)
+        cause = self._cause(rank_reports, loss_scaler)
         if cause == "loss scale":
             scale = loss_scaler_state(self._engine.deepspeed.optimizer)["cur_scale"]
             return SkipReport(step, cause, loss, parameters=tuple(bad), parameter_count=count, loss_scale=scale)
         if cause == "weights":
             return SkipReport(step, cause, loss, suspects=tuple(tracing.candidates(rank_reports)))
-        rank_reports, recurred = tracing.run_again(self._engine, micro_batches, rank_reports, self._loss_scaler)
+        rank_reports, recurred = tracing.run_again(self._engine, micro_batches, rank_reports, loss_scaler)
         candidates = tuple(tracing.candidates(rank_reports)) if recurred else ()
         if not candidates and cause == "loss":
             candidates = (tracing.highest_loss(rank_reports),)
@@ -313,14 +312,14 @@ class Guard:
             documents=self._documents(candidates),
         )
 
-    def _cause(self, rank_reports: Sequence[RankReport]) -> Cause:
+    def _cause(self, rank_reports: Sequence[RankReport], loss_scaler: dict[str, float]) -> Cause:
         if any(one.bad_weights for one in rank_reports):
             return "weights"
         if not all(math.isfinite(loss) for one in rank_reports for loss in one.losses):
             return "loss"
-        # overflows are how fp16 finds its scale, unless they do not end
-        is_search = self._skips_in_row + 1 < self._config.max_interventions
-        return "loss scale" if is_search and loss_scale_can_fall(self._engine.deepspeed.optimizer) else "gradients"
+        # overflows are how fp16 finds its scale, until there is no smaller one
+        is_search = can_fall(self._engine.deepspeed.optimizer, loss_scaler.get("cur_scale", 0.0))
+        return "loss scale" if is_search else "gradients"
 
     def _documents(self, candidates: Sequence[FaultCandidate]) -> tuple[str, ...]:
         if self._documents_of is None:
@@ -330,6 +329,9 @@ class Guard:
 
     def _decide(self, report: SkipReport) -> Intervention:
         policy, most = self._policy(report), self._config.max_interventions
+        if report.cause == "loss scale":
+            self._skips += 1  # none of those in a row: a search ends at the smallest scale
+            return Intervention(Action.SKIP, report)
         if policy == "stop":
             return Intervention(Action.STOP, report, self._why_stop(report))
         # after `could_not_roll_back` the limit of skips may have been reached already
@@ -348,8 +350,6 @@ class Guard:
         return Intervention(Action.SKIP, report)
 
     def _policy(self, report: SkipReport) -> Policy:
-        if report.cause == "loss scale":
-            return "skip"
         policy = self._config.loss_spike if report.cause == "spike" else self._config.not_finite
         assert policy != "ignore"
         if report.cause == "weights" and (policy == "skip" or not self._has_trained):

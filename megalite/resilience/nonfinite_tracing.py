@@ -26,7 +26,8 @@ from torch import Tensor, nn
 
 from megalite.distributed.agreement import from_all_ranks
 from megalite.engine.batch_transfer import MicroBatch
-from megalite.engine.deepspeed.internals import loss_scaler_state, resident_weights, set_loss_scaler_state
+from megalite.engine.deepspeed.internals import resident_weights
+from megalite.engine.deepspeed.loss_scale import loss_scaler_state, set_loss_scaler_state
 from megalite.engine.engine import Engine
 from megalite.engine.parameter_state import read_gradients
 from megalite.engine.pipeline.pipelined import PipelinedEngine

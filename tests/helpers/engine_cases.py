@@ -16,7 +16,6 @@ from launch.parity import observations
 from launch.parity.observations import ArrayBlock, Quantity
 from launch.parity.problem import Batch
 from megalite.config import Config, resolve_layout
-from megalite.config.rules.rules import Device
 from megalite.engine.build import build_engine
 from megalite.engine.engine import Engine
 from megalite.engine.parameter_state import read_parameter
@@ -147,10 +146,7 @@ def global_batches(case: Case) -> list[Batch]:
 def engine_of(case: Case) -> Engine:
     """The case's engine on this rank."""
     config = case.config()
-    device: Device = (
-        "cuda" if case.dtype == "fp16" else "cpu"
-    )  # which fp16 is refused on; a test makes DeepSpeed take it
-    layout = resolve_layout(config, case.world_size, device)
+    layout = resolve_layout(config, case.world_size, "cpu")
     with patch.dict(os.environ, {"XDG_CACHE_HOME": case.cache}):
         return build_engine(layers_of(config, recompute_of_blocks(config, layout)), config, layout)
 

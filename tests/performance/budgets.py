@@ -101,6 +101,11 @@ STEPS = {
         0,
         {"all_reduce": 2, "reduce_scatter": 9, "all_gather": 9},
     ),
+    "dp 2, fp16": StepBudget(
+        Case(dp=2, dtype="fp16", accumulation=4, bucket=20_000),
+        0,
+        {"all_reduce": 2, "reduce_scatter": 9, "all_gather": 9},
+    ),
     # the losses of sources travel with that of the step
     "dp 2, sources": StepBudget(
         Case(dp=2, dtype="bf16", accumulation=4, bucket=20_000, sources=5),

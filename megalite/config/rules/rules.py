@@ -51,7 +51,7 @@ def broken_rules(config: Config, data_parallel_size: int | None, device: Device 
         *_offload(config),
         *_offload_to_nvme(config),
         *problems_with_optimizer(config),
-        *_precision(config, device),
+        *_precision(config),
         *problems_with_float8(config),
         *problems_with_adapter(config),
         *_batch(config, data_parallel_size),
@@ -210,15 +210,13 @@ def _offload_to_nvme(config: Config) -> Iterator[str]:
         )
 
 
-def _precision(config: Config, device: Device | None) -> Iterator[str]:
+def _precision(config: Config) -> Iterator[str]:
     dtype, precision = config.precision.dtype, config.precision
     works = "fp32" if dtype == "fp32" else f"fp32 or {dtype}"
     for what in ("accumulation", "reduction"):
         chosen = getattr(precision, f"gradient_{what}_dtype")
         if chosen not in (None, "fp32", dtype):
             yield f"precision.gradient_{what}_dtype {chosen} does not go with precision.dtype {dtype}: use {works}"
-    if dtype == "fp16" and device == "cpu":
-        yield "precision.dtype fp16 needs a GPU, but this run is on a CPU: use bf16 or fp32"
 
 
 def _batch(config: Config, replicas: int | None) -> Iterator[str]:

@@ -1,8 +1,8 @@
 """Uses of private parts of DeepSpeed and torch, each with the file of DeepSpeed 0.19.8 that it depends on.
 
-Two groups: ZeRO's partitions and loss scale; imports and process groups. Those that each step enters are in step.py. A
-test in test_internals.py, or in test_deepspeed_accumulation.py about gradients, fails when such a part moves or the
-defect behind it is gone. No other module touches a private name of DeepSpeed.
+Two groups: ZeRO's partitions; imports and process groups. Those that each step enters are in step.py, fp16's loss scale
+in loss_scale.py. A test in test_internals.py, or in test_deepspeed_accumulation.py about gradients, fails when such a
+part moves or the defect behind it is gone. No other module touches a private name of DeepSpeed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import deepspeed.runtime.bf16_optimizer as bf16_optimizer
 import torch
 from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
 
-# ZeRO's partitions and loss scale
+# ZeRO's partitions
 
 
 def link_optimizer_state(optimizer: Any) -> None:
@@ -154,6 +154,16 @@ def share_fp32_weights(optimizer: Any) -> None:
     optimizer._link_all_hp_params()
 
 
+def accept_fp16_on_cpus() -> None:
+    """Makes DeepSpeed's engine take fp16 on a CPU without units for it, whose products our layers widen.
+
+    runtime/engine.py asks `CPU_Accelerator`, and that asks oneDNN (accelerator/cpu_accelerator.py).
+    """
+    import deepspeed.accelerator.cpu_accelerator as accelerator
+
+    accelerator.CPU_Accelerator.is_fp16_supported = lambda _: True
+
+
 def let_stages_differ() -> None:
     """Keeps ZeRO-3 from comparing the order of modules and parameters over all ranks, of which stages have others.
 
@@ -201,44 +211,6 @@ def take_over_reduction(engine: Any) -> tuple[list[FlatGroup], Any]:
     if isinstance(optimizer, bf16_optimizer.BF16_Optimizer):
         optimizer.clear_hp_grads = lambda: None
     return flat_groups(optimizer), optimizer.dp_process_group
-
-
-LOSS_SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-
-
-def _dynamic_loss_scaler(optimizer: Any) -> Any:
-    """Returns fp16's dynamic loss scaler (runtime/fp16/loss_scaler.py); None for other precisions."""
-    scaler = getattr(optimizer, "loss_scaler", None)
-    return scaler if getattr(scaler, "dynamic", False) else None
-
-
-def loss_scaler_state(optimizer: Any) -> dict[str, float]:
-    """Returns the state of fp16's dynamic loss scale; empty for other precisions."""
-    scaler = _dynamic_loss_scaler(optimizer)
-    return {} if scaler is None else {name: float(getattr(scaler, name)) for name in LOSS_SCALER_FIELDS}
-
-
-def set_loss_scaler_state(optimizer: Any, state: dict[str, float]) -> None:
-    """Restores what `loss_scaler_state` returned; does nothing for other precisions."""
-    if (scaler := _dynamic_loss_scaler(optimizer)) is not None:
-        for name in LOSS_SCALER_FIELDS:
-            if name in state:
-                setattr(scaler, name, type(getattr(scaler, name))(state[name]))
-
-
-def loss_scale_can_fall(optimizer: Any) -> bool:
-    """Returns whether fp16's loss scale is above its minimum, so that it may be what makes gradients overflow."""
-    scaler = _dynamic_loss_scaler(optimizer)
-    return scaler is not None and bool(scaler.cur_scale > scaler.min_scale)
-
-
-def stay_at_smallest_loss_scale(optimizer: Any) -> None:
-    """Makes DeepSpeed skip a step that overflows at fp16's smallest loss scale like any other; the guard counts them.
-
-    By default the loss scaler raises a bare Exception there.
-    """
-    if (scaler := _dynamic_loss_scaler(optimizer)) is not None:
-        scaler.raise_error_at_min_scale = False
 
 
 # Imports, output and process groups

@@ -13,6 +13,8 @@ from typing import Any
 import deepspeed.runtime.bf16_optimizer as bf16_optimizer
 import torch
 
+from megalite.engine.deepspeed.loss_scale import DeviceLossScaler
+
 FLAT_PARTITIONS = (
     "single_partition_of_fp32_groups",  # DeepSpeedZeroOptimizer, runtime/zero/stage_1_and_2.py
     "fp32_groups_flat_partition",  # BF16_Optimizer, runtime/bf16_optimizer.py
@@ -74,9 +76,14 @@ def takes_step(optimizer: Any, norm: torch.Tensor, norm_on_host: float) -> bool:
     return not optimizer.overflow
 
 
-def leave_to_device(optimizer: Any, norm: torch.Tensor) -> None:
-    """Records the norm of a step of ZeRO-1 about which the device decides: DeepSpeed's step sees one that is taken."""
+def leave_to_device(optimizer: Any, norm: torch.Tensor, overflow: torch.Tensor, is_held: torch.Tensor) -> None:
+    """Records the norm of a step of ZeRO-1 about which the device decides: DeepSpeed's step sees one that is taken.
+
+    fp16's loss scale moves by `overflow`, unless `is_held` says that the step will be done again.
+    """
     optimizer.overflow, optimizer._global_grad_norm = False, norm
+    if isinstance(scaler := getattr(optimizer, "loss_scaler", None), DeviceLossScaler):
+        scaler.update_scale(overflow, is_held)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from megalite.config import Config
 from megalite.engine.deepspeed.internals import take_over_reduction
+from megalite.engine.deepspeed.loss_scale import current_loss_scale, keep_loss_scale_on_device
 from megalite.engine.deepspeed.step import flat_partitions
 from megalite.engine.reduction.gradient_reduction import Bucket, GradientReducer, Slice
 from megalite.engine.stages import TORCH_DTYPES
@@ -45,7 +46,7 @@ class PartitionedStep:
     def __call__(self) -> None:
         """Steps the optimizer and shares the new weights with the other replicas, unless the step is not taken."""
         optimizer = self._optimizer
-        scale = float(getattr(optimizer, "loss_scale", 1.0))  # BF16_Optimizer has none
+        scale = current_loss_scale(optimizer)
         norm = self.gradient_norm() / scale
         is_taken, found_inf = self._decision.by_norm(norm)
         if is_taken:
@@ -54,10 +55,12 @@ class PartitionedStep:
         if not optimizer.overflow:  # after a skip on the device the same weights are shared once more
             optimizer.update_lp_params()
 
-    def _update(self, norm: Tensor, scale: float, found_inf: Tensor | None) -> None:
+    def _update(self, norm: Tensor, scale: Tensor | float, found_inf: Tensor | None) -> None:
         """Runs the torch optimizer on this rank's partition, whose gradients it divides and clips on the way."""
         torch_optimizer, partitions = self._optimizer.optimizer, flat_partitions(self._optimizer)
-        divisor = None if scale == 1.0 else torch.full_like(norm, scale)
+        divisor = None
+        if isinstance(scale, Tensor) or scale != 1.0:
+            divisor = torch.ones_like(norm) * scale
         if self._clipping:
             divisor = ((norm + 1e-6) / self._clipping).clamp(min=1.0) * scale
         torch_optimizer.grad_scale, torch_optimizer.found_inf = divisor, found_inf
@@ -108,6 +111,7 @@ def partition_reductions(
     `parameters` are the engine's, in the order of the model. The engine's groups are the buckets.
     """
     groups, replicas = take_over_reduction(engine)
+    keep_loss_scale_on_device(engine)
     precision = config.precision
     buckets = [
         Bucket(

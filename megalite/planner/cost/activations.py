@@ -57,8 +57,7 @@ class BlockWorkload(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def chunk_bytes(job: BlockWorkload, first: int, count: int, widens: bool) -> ChunkBytes:
-    """Returns the bytes of `count` consecutive blocks. `widens`: bf16 products are computed in fp32."""
-    widens = widens and job.dtype == "bf16"
+    """Returns the bytes of `count` consecutive blocks. `widens`: products are computed in fp32."""
     like = block_kinds(job.model)[first : first + count]
     blocks = {layer: _block_bytes(job, layer, widens) for layer in set(like)}
     kept, postponed = (sum(getattr(blocks[layer], name) for layer in like) for name in ("kept", "postponed"))

@@ -14,6 +14,7 @@ from itertools import pairwise
 from operator import mul
 from typing import Literal
 
+from megalite.config.sections import Dtype
 from megalite.planner.cost.activations import BlockWorkload, chunk_bytes, embedding_bytes
 from megalite.planner.cost.adapters import trained_numbers
 from megalite.planner.cost.model_states import BUCKET, MOMENTS, deepspeed_states, with_frozen_weights
@@ -43,6 +44,10 @@ class Device:
     fragments: float = 0.0  # fraction of the tensors' bytes that the allocator reserves and does not use
     context_bytes: float = 0.0  # beside tensors
     widens_bf16: bool = False  # bf16 products are computed in fp32, as on a CPU without bf16 units
+
+    def widens(self, dtype: Dtype) -> bool:
+        """Returns whether products in `dtype` are computed in fp32; hardly a CPU has units for fp16."""
+        return self.kind == "cpu" and (dtype == "fp16" or (dtype == "bf16" and self.widens_bf16))
 
 
 CUDA = Device("cuda", fragments=0.07, context_bytes=1.5 * 2**30)
@@ -152,7 +157,7 @@ class _StageKind:
             self.states = without_optimizer(job, self.states, largest)
             if device.kind == "cpu":
                 self.states = replace(self.states, optimizer=optimizer_on_host(job, self.trained))
-        self.chunks = [chunk_bytes(blocks, each.first, each.count, device.widens_bf16) for each in shape.chunks]
+        self.chunks = [chunk_bytes(blocks, each.first, each.count, device.widens(job.dtype)) for each in shape.chunks]
         self.kept_by_chunk = [chunk.kept for chunk in self.chunks]
         self.postponed_by_chunk = [chunk.postponed for chunk in self.chunks]
         self.first, self.last = self.chunks[0].first, self.chunks[-1].last
@@ -262,7 +267,7 @@ class _StageKind:
         is_compiled = self.device.kind == "cuda"  # the gradient takes the place of the logits
         chunk = CHUNK_BYTES[self.device.kind] // ((self.size if is_compiled else 4) * rows)
         chunk = max(CHUNK_TOKENS, chunk - chunk % CHUNK_TOKENS if is_compiled else chunk)
-        is_wide = self.size == 4 or (self.device.widens_bf16 and job.dtype == "bf16")
+        is_wide = self.size == 4 or self.device.widens(job.dtype)
         numbers = min(chunk, tokens) * rows
         logits = float(self.size * numbers) if is_compiled else numbers * (4.0 if is_wide else 8.0)
         if model.final_logit_softcapping is not None and not is_compiled:

@@ -140,8 +140,8 @@ HALF = [
 ]
 
 
-def half(accumulation_dtype: str) -> ParityProblem:
-    precision = {"dtype": "bf16", "gradient_accumulation_dtype": accumulation_dtype}
+def half(accumulation_dtype: str, dtype: Dtype) -> ParityProblem:
+    precision = {"dtype": dtype, "gradient_accumulation_dtype": accumulation_dtype}
     return problem(HALF, model=TIED, sequence=36, precision=precision)
 
 
@@ -150,15 +150,18 @@ def half(accumulation_dtype: str) -> ParityProblem:
     ("accumulation_dtype", "layouts"),
     [
         ("fp32", HALF[2:]),
-        ("bf16", HALF[:2]),
+        ("16 bits", HALF[:2]),
         pytest.param("fp32", HALF[:2], marks=pytest.mark.exhaustive),
-        pytest.param("bf16", HALF[2:], marks=pytest.mark.exhaustive),
+        pytest.param("16 bits", HALF[2:], marks=pytest.mark.exhaustive),
     ],
-    ids=["fp32", "bf16", "fp32, other layouts", "bf16, other layouts"],
+    ids=["fp32", "16 bits", "fp32, other layouts", "16 bits, other layouts"],
 )
-def test_bf16_is_as_near_to_float64_as_transformers(accumulation_dtype: str, layouts: list[ParityLayout]) -> None:
-    dtype: Dtype = "bf16"
-    check(references_of(half(accumulation_dtype), dtype), *layouts)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_16_bits_are_as_near_to_float64_as_transformers(
+    dtype: Dtype, accumulation_dtype: str, layouts: list[ParityLayout]
+) -> None:
+    sums = dtype if accumulation_dtype == "16 bits" else accumulation_dtype
+    check(references_of(half(sums, dtype), dtype), *layouts)
 
 
 @pytest.mark.slow

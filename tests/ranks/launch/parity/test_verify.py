@@ -107,7 +107,6 @@ def test_a_difference_is_exit_code_1_and_an_explanation(monkeypatch: pytest.Monk
             "parallel.zero_stage 3 does not go with pipeline_schedule zero-bubble",
         ),
         (["model.model_type=gpt5"], "model_type 'gpt5' is not a family known here"),
-        (["precision.dtype=fp16"], "fp16 needs a GPU"),
         (["model.hidden_sise=3"], 'did you mean "model.hidden_size"'),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",

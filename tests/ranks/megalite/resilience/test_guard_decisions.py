@@ -8,21 +8,18 @@ from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
+import pytest
 import torch
-from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from megalite.config import Config, resolve_layout
 from megalite.config.sections import GuardsConfig
-from megalite.engine.build import build_engine
-from megalite.engine.deepspeed.internals import loss_scaler_state, set_loss_scaler_state
+from megalite.engine.deepspeed.loss_scale import loss_scaler_state, set_loss_scaler_state
 from megalite.engine.engine import Engine
 from megalite.engine.step_result import Readback, StepResult
 from megalite.resilience.guards import Action, Guard, Intervention
-from models.decoder import decoder_layers
 from tests.helpers.engine_cases import Case, engine_of, global_batches, micro_batches_of
 from tests.helpers.planting import Plant, guarded_step, higher_losses, planted
-from tests.helpers.rank_pool import run_fresh_ranks, run_ranks
+from tests.helpers.rank_pool import run_ranks
 
 NORM = "model.layers.0.input_layernorm.weight"
 
@@ -174,11 +171,9 @@ def test_what_is_a_spike() -> None:
     run_ranks(_judgements, 1)
 
 
-def _fp16(rank: int) -> None:
-    type(get_accelerator()).is_fp16_supported = lambda self: True  # no GPU is at hand
-    case = Case(dp=2, zero=2)
-    config = Config.model_validate(case.config().model_dump() | {"precision": {"dtype": "fp16"}})
-    engine = build_engine(decoder_layers(config.model), config, resolve_layout(config, 2, "cuda"))
+def _fp16(rank: int, zero: int) -> None:
+    case = Case(dp=2, zero=zero, dtype="fp16")
+    engine = engine_of(case)
     optimizer = engine.deepspeed.optimizer
     guard = Guard(engine, GuardsConfig(not_finite="stop", loss_spike="skip", spike_window=1, max_interventions=4))
     assert _actions(engine, case, guard, ".") == [None]
@@ -194,19 +189,19 @@ def _fp16(rank: int) -> None:
         (overflow,) = _actions(engine, case, guard, "x", number)
         assert overflow is not None and overflow.action is Action.SKIP, "how fp16 finds its scale is no reason to stop"
     assert "overflowed fp16, whose loss scale is 32768 now" in overflow.sentence
-    (last,) = _actions(engine, case, guard, "x")
-    assert last is not None and (last.action, last.report.cause) == (Action.STOP, "gradients"), "it goes on and on"
-    assert last.report.suspects[0].where == NORM
-
-    assert _actions(engine, case, guard, ".") == [None]
-    set_loss_scaler_state(optimizer, before | {"cur_scale": 1.0, "cur_hysteresis": 1})
-    (smallest,) = _actions(engine, case, guard, "x")
+    for number in range(3, 18):  # 32768 is 2^15, and the smallest scale 1: more than `max_interventions` in a row
+        (overflow,) = _actions(engine, case, guard, "x", number)
+        assert overflow is not None and (overflow.action, overflow.report.cause) == (Action.SKIP, "loss scale"), number
+    assert overflow.report.loss_scale == 1.0
+    (smallest,) = _actions(engine, case, guard, "x", 18)
     assert smallest is not None and smallest.report.cause == "gradients", "the scale cannot fall any further"
+    assert smallest.action is Action.STOP and smallest.report.suspects[0].where == NORM
     assert loss_scaler_state(optimizer)["cur_scale"] == 1.0
+    assert guard.state()["skips"] == 1 + 17 and guard.state()["skips_in_row"] == 1, "the spike, and a search is no row"
 
     lowers_next = before | {"cur_hysteresis": 1}
     _blame_leaves_the_loss_scale(engine, case, rank, lowers_next)
-    _second_run_has_the_same_loss_scale(engine, case, lowers_next)
+    _second_run_has_the_same_loss_scale(engine, case, rank, lowers_next)
 
 
 def _blame_leaves_the_loss_scale(engine: Engine, case: Case, rank: int, state: dict[str, float]) -> None:
@@ -224,21 +219,23 @@ def _blame_leaves_the_loss_scale(engine: Engine, case: Case, rank: int, state: d
         assert after[1] == after[0] != state
 
 
-def _second_run_has_the_same_loss_scale(engine: Engine, case: Case, state: dict[str, float]) -> None:
-    """What overflows with the first run's scale only is no fault of a device."""
+def _second_run_has_the_same_loss_scale(engine: Engine, case: Case, rank: int, state: dict[str, float]) -> None:
+    """What overflows with the first run's scale alone is not finite in the second run either."""
     optimizer, names = engine.deepspeed.optimizer, dict(engine.parameters())
     set_loss_scaler_state(optimizer, state)
 
     def overflow(gradient: Tensor) -> Tensor:
         return gradient + (math.inf if loss_scaler_state(optimizer)["cur_scale"] == state["cur_scale"] else 0.0)
 
-    hook = names[NORM].register_hook(overflow)
-    guard = Guard(engine, GuardsConfig(max_interventions=1))  # so that it is no search for a scale any more
-    (bad,) = _actions(engine, case, guard, ".")
+    hook, guard = names[NORM].register_hook(overflow), Guard(engine, GuardsConfig())
+    batch = micro_batches_of(engine, case, global_batches(case)[0])
+    with planted(engine, case, rank, Plant("loss", "the loss", 0, 1, False)):  # the first run alone
+        bad = guarded_step(engine, guard, batch)
     hook.remove()
-    assert bad is not None and (bad.report.cause, bad.report.came_again) == ("gradients", True)
+    assert bad is not None and (bad.report.cause, bad.report.came_again) == ("loss", True)
     assert loss_scaler_state(optimizer)["cur_scale"] == state["cur_scale"] / 2
 
 
-def test_fp16_finds_its_loss_scale_undisturbed() -> None:
-    run_fresh_ranks(_fp16, 2)
+@pytest.mark.parametrize("zero", [1, 2])  # a scale on the device, and DeepSpeed's on the host
+def test_fp16_finds_its_loss_scale_undisturbed(zero: int) -> None:
+    run_ranks(_fp16, 2, zero)

@@ -14,7 +14,7 @@ import pytest
 
 import megalite.engine.engine as engine_module
 from megalite.config.sections import GuardsConfig
-from megalite.engine.deepspeed.internals import loss_scaler_state
+from megalite.engine.deepspeed.loss_scale import loss_scaler_state
 from megalite.engine.engine import Engine
 from megalite.resilience.guards import Action, Guard
 from megalite.resilience.nonfinite_tracing import FirstNonfinite, gather_rank_reports, run_again

@@ -606,7 +606,8 @@ def test_memory_that_cannot_be_told_is_none(config: Config, monkeypatch: pytest.
 
 def test_a_format_without_a_peak_leaves_the_memory(four_cores: list[int], config: Config) -> None:
     machine = describe_machine(2)
-    fp16 = config.model_copy(update={"precision": config.precision.model_copy(update={"dtype": "fp16"})})
-    prediction = Prediction.of(fp16, resolve_layout(fp16, 2, "cuda"), machine, "", 0)
-    assert prediction.step is None and "no peak_tflops for precision.dtype fp16" in prediction.problem
+    fp32_alone = machine.cluster.with_figures(peak_tflops={"fp32": 0.1})  # type: ignore[arg-type]
+    bf16 = config.model_copy(update={"precision": config.precision.model_copy(update={"dtype": "bf16"})})
+    prediction = Prediction.of(bf16, resolve_layout(bf16, 2, "cpu"), replace(machine, cluster=fp32_alone), "", 0)
+    assert prediction.step is None and "no peak_tflops for precision.dtype bf16" in prediction.problem
     assert "no step time, because" in prediction.sentences()[-1] and prediction.memory

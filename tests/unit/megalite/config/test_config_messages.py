@@ -304,7 +304,6 @@ BAD_FILES = [
 
 # (overrides, world size, device) -> fragments of the message
 BAD_WORLDS = [
-    ("precision.dtype=fp16", 1, "cpu", ["precision.dtype fp16 needs a GPU", "use bf16 or fp32"]),
     (
         "parallel.tensor_parallel_size=2 parallel.pipeline_parallel_size=2",
         6,

@@ -36,6 +36,7 @@ from megalite.config import Config, resolve_layout
 from megalite.config.deepspeed import NESTED, PASSED_ON, refused_keys
 from megalite.engine.build import build_engine
 from megalite.engine.deepspeed import internals as seams
+from megalite.engine.deepspeed import loss_scale as scale_seams
 from megalite.engine.deepspeed import step as step_seams
 from megalite.engine.deepspeed.process_groups import Grid
 from megalite.engine.parameter_state import read_parameter, write_weight
@@ -202,7 +203,7 @@ def _trained_engines(rank: int, cases: list[Case]) -> list[dict[str, Any]]:
                 "has_link_flag": hasattr(optimizer, "_hp_optimizer_states_linked"),
                 "unlinked": unlinked,
                 "linked": all(linked),
-                "loss_scaler": seams.loss_scaler_state(optimizer),
+                "loss_scaler": scale_seams.loss_scaler_state(optimizer),
                 "asked": asked.times,
                 "micro_losses": len(result.micro_losses),
                 "is_last_stage": engine.coordinate.pipeline_rank == case.pp - 1,
@@ -331,12 +332,11 @@ def test_deepspeeds_throughput_timer_would_wait_for_the_device_at_every_forward(
 
 
 def _fp16_engine(rank: int) -> dict[str, Any]:
-    type(get_accelerator()).is_fp16_supported = lambda self: True  # the CPU here may have no fp16 matrix product
-    fp16 = Config.model_validate(Case().config().model_dump() | {"precision": {"dtype": "fp16"}})
-    optimizer = build_engine(decoder_layers(fp16.model), fp16, resolve_layout(fp16, 1, "cuda")).deepspeed.optimizer
-    before = seams.loss_scaler_state(optimizer)
-    seams.set_loss_scaler_state(optimizer, {name: value + 1 for name, value in before.items()})
-    after = seams.loss_scaler_state(optimizer)
+    fp16 = Config.model_validate(Case(zero=2).config().model_dump() | {"precision": {"dtype": "fp16"}})
+    optimizer = build_engine(decoder_layers(fp16.model), fp16, resolve_layout(fp16, 1, "cpu")).deepspeed.optimizer
+    before = scale_seams.loss_scaler_state(optimizer)
+    scale_seams.set_loss_scaler_state(optimizer, {name: value + 1 for name, value in before.items()})
+    after = scale_seams.loss_scaler_state(optimizer)
     scaler = optimizer.loss_scaler
     fresh = dict(vars(scaler))
     for overflow in (False, True, False, True, True, False):
@@ -348,26 +348,29 @@ def _fp16_engine(rank: int) -> dict[str, Any]:
 def _at_smallest_loss_scale(optimizer: Any) -> list[str | float]:
     """What one more overflow does there: DeepSpeed's own way, and ours."""
     scaler, seen = optimizer.loss_scaler, []
-    for prepare in (lambda _: setattr(scaler, "raise_error_at_min_scale", True), seams.stay_at_smallest_loss_scale):
+    for prepare in (
+        lambda _: setattr(scaler, "raise_error_at_min_scale", True),
+        scale_seams.stay_at_smallest_loss_scale,
+    ):
         prepare(optimizer)
-        seams.set_loss_scaler_state(optimizer, {"cur_scale": scaler.min_scale, "cur_hysteresis": 1})
-        assert not seams.loss_scale_can_fall(optimizer)
+        scale_seams.set_loss_scaler_state(optimizer, {"cur_scale": scaler.min_scale, "cur_hysteresis": 1})
+        assert not scale_seams.can_fall(optimizer, scaler.cur_scale)
         try:
             scaler.update_scale(True)
             seen.append(scaler.cur_scale / scaler.min_scale)
         except Exception as error:
             seen.append(str(error))
-    seams.set_loss_scaler_state(optimizer, {"cur_scale": 2 * scaler.min_scale})
-    assert seams.loss_scale_can_fall(optimizer)
+    scale_seams.set_loss_scaler_state(optimizer, {"cur_scale": 2 * scaler.min_scale})
+    assert scale_seams.can_fall(optimizer, scaler.cur_scale)
     return seen
 
 
 def test_fp16s_loss_scale_is_read_and_put_back_and_nothing_is_forgotten() -> None:
     (seen,) = run_fresh_ranks(_fp16_engine, 1)
-    assert tuple(seen["before"]) == seams.LOSS_SCALER_FIELDS
+    assert tuple(seen["before"]) == scale_seams.FIELDS
     assert seen["before"]["cur_scale"] >= 2**10
     assert seen["after"] == {name: value + 1 for name, value in seen["before"].items()}
-    assert seen["moved"] == set(seams.LOSS_SCALER_FIELDS), "the loss scaler has state that a resume would lose"
+    assert seen["moved"] == set(scale_seams.FIELDS), "the loss scaler has state that a resume would lose"
     theirs, ours = seen["at_smallest"]
     assert "cannot decrease scale anymore" in str(theirs), "fixed in DeepSpeed: nothing is raised at the smallest scale"
     assert ours == 1.0
