@@ -34,7 +34,7 @@ endef
 
 # One environment is made by one installation at a time.
 .NOTPARALLEL:
-.PHONY: audit install-locked install-dev-locked quickstart test test-unit test-all test-cluster test-packages cluster-packages check install install-dev constraints locks newest gpu gpu-wheels
+.PHONY: audit install-locked install-dev-locked quickstart test test-unit test-all test-cluster test-device test-packages cluster-packages check install install-dev constraints locks newest gpu gpu-wheels
 
 install: $(CORE_INSTALLED)
 
@@ -118,6 +118,22 @@ test-all: check test-packages
 # Several hosts on this machine, made of namespaces: Linux, root, and programs that Debian has.
 test-cluster: test-packages
 	$(VENV)/bin/python -m pytest tests/cluster
+
+# Training on a CUDA device that is not there, in an environment with torch's CUDA build (tests/device says what that is).
+# The version of core.txt is taken from PyPI, where it is a CUDA build, and not from a folder of pip's that has one for CPUs.
+DEVICE := .venv-device
+DEVICE_OPTIONS ?=
+TORCH_VERSION := $(shell sed -n 's/^torch==//p' $(DEV_CONSTRAINTS))
+test-device: $(DEVICE)/installed
+	$(DEVICE)/bin/python -m tests.device $(DEVICE_OPTIONS)
+
+$(DEVICE)/installed: pyproject.toml $(CORE_CONSTRAINTS) $(DEV_CONSTRAINTS)
+	@echo "Installing megalite with torch's CUDA build into $(DEVICE): about 3 GB to download and 6 GB on disk."
+	test -x $(DEVICE)/bin/python || $(PYTHON) -m venv $(DEVICE)
+	$(DEVICE)/bin/python -m pip install -c $(DEV_CONSTRAINTS) '$(TORCH),!=$(TORCH_VERSION)+cpu'
+	$(DEVICE)/bin/python -m pip install -c $(DEV_CONSTRAINTS) -e '.[float8]' pytest pytest-timeout pytest-xdist hypothesis
+	$(DEVICE)/bin/python -c 'import torch; assert torch.version.cuda, torch.__version__ + " is no CUDA build"'
+	touch $@
 
 # Debian's programs that tests use: of clusters and networks, a browser, Prometheus. Without root or Debian it says what is
 # missing, and tests that need it are skipped. `cluster-packages` is its older name.

@@ -30,7 +30,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("default", deadline=None, max_examples=25)
 settings.register_profile("exhaustive", deadline=None, max_examples=200)
 
-TIMEOUT_S = {"unit": 120, "performance": 300, "ranks": 300, "e2e": 300, "cluster": 300}
+TIMEOUT_S = {"unit": 120, "performance": 300, "ranks": 300, "e2e": 300, "cluster": 300, "device": 600}
 """Longest time of one test by tier, on a machine that other work keeps busy."""
 
 BUDGET_S = {tier: limits()[f"worker-seconds, {tier}"] for tier in TIMEOUT_S}

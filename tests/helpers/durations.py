@@ -9,7 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 FOLDER = Path("build") / "test_durations"
-GUESS_S = {"cluster": 10.0, "e2e": 5.0, "ranks": 2.0, "performance": 1.0, "unit": 0.1}  # a test that is not kept
+GUESS_S = {
+    "device": 10.0,
+    "cluster": 10.0,
+    "e2e": 5.0,
+    "ranks": 2.0,
+    "performance": 1.0,
+    "unit": 0.1,
+}  # a test that is not kept
 BEGUN_BY = {"e2e": 0.8, "ranks": 0.9}  # part of a run in which all files of a tier begin: short ones are its end
 
 

@@ -3,6 +3,8 @@
 Whatever starts ranks imports this module: the first call of `warm_up` decides what the server knows.
 """
 
+import os
+
 from launch.parity.forked_ranks import warm_up
 
 PYTEST = ["pytest", "hypothesis", "psutil", "yaml", "safetensors.torch"]  # what modules of tests import
@@ -28,4 +30,7 @@ TRAINING = [  # what a run imports on its way
     "megalite.training.loop",
 ]
 
-warm_up({"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}, [*PYTEST, *COMMANDS, *TRAINING, "tests.helpers.numa_once"])
+ACCELERATOR = os.environ.get("DS_ACCELERATOR", "cpu")  # of tests/device it is another
+warm_up(
+    {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": ACCELERATOR}, [*PYTEST, *COMMANDS, *TRAINING, "tests.helpers.numa_once"]
+)

@@ -1,0 +1,76 @@
+"""What a warm step asks a device for, as counts that need no GPU and do not flake.
+
+Tests ask for equality, as those of tests/performance/budgets.py do: a change that does better lowers its number here in
+the same commit, and a number is raised only by a commit that says why. Kernels are those of torch's CUDA build: another
+version of torch may have others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+GEMMA_2 = {
+    "model_type": "gemma2",
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "normalization": "zero_centered_rmsnorm",
+    "norm_placement": "pre_and_post",
+    "hidden_act": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+}
+DROPOUT = {"attention_dropout": 0.1, "residual_dropout": 0.1, "embedding_dropout": 0.1}
+
+
+@dataclass(frozen=True)
+class StepBudget:
+    """Counts of one step: a Llama of three layers in bf16 and two micro-batches of two samples, but for `sections`."""
+
+    launches: int  # of kernels, products of matrices included
+    syncs: int = 0  # the host waits until a stream is idle
+    event_syncs: int = 0  # it waits for an event, such as the end of the step before
+    waits: int = 0  # of one stream for another
+    sections: dict[str, dict[str, Any]] = field(default_factory=dict)  # of the config, what differs
+    capability: int = 80
+
+
+STEPS = {
+    "bf16": StepBudget(464, event_syncs=2, waits=1),
+    "fp32": StepBudget(469, event_syncs=2, waits=1, sections={"precision": {"dtype": "fp32"}}),
+    "fp16": StepBudget(499, event_syncs=2, waits=1, sections={"precision": {"dtype": "fp16"}}),
+    "documents": StepBudget(514, event_syncs=2, waits=1, sections={"data": {"document_mask": True}}),
+    "documents in fp32": StepBudget(
+        497, event_syncs=2, waits=1, sections={"data": {"document_mask": True}, "precision": {"dtype": "fp32"}}
+    ),
+    "recompute selective": StepBudget(488, event_syncs=2, waits=1, sections={"recompute": {"mode": "selective"}}),
+    "recompute full": StepBudget(554, event_syncs=2, waits=1, sections={"recompute": {"mode": "full"}}),
+    "ZeRO-2": StepBudget(860, syncs=8, event_syncs=1, waits=1, sections={"parallel": {"zero_stage": 2}}),
+    "ZeRO-2 in fp16": StepBudget(
+        864, syncs=8, event_syncs=1, waits=1, sections={"parallel": {"zero_stage": 2}, "precision": {"dtype": "fp16"}}
+    ),
+    "ZeRO-3": StepBudget(611, syncs=6, event_syncs=1, waits=203, sections={"parallel": {"zero_stage": 3}}),
+    "dropout": StepBudget(1802, event_syncs=2, waits=1, sections={"model": DROPOUT}),
+    "dropout, recompute full": StepBudget(
+        3020, event_syncs=2, waits=1, sections={"model": DROPOUT, "recompute": {"mode": "full"}}
+    ),
+    "Muon": StepBudget(555, event_syncs=2, waits=1, sections={"optimizer": {"name": "muon"}}),
+    "SGD": StepBudget(460, event_syncs=2, waits=1, sections={"optimizer": {"name": "sgd"}}),
+    "moments in bf16": StepBudget(472, event_syncs=2, waits=1, sections={"optimizer": {"moments_dtype": "bf16"}}),
+    "activations offloaded": StepBudget(464, event_syncs=2, waits=103, sections={"offload": {"activations": "cpu"}}),
+    "windows": StepBudget(482, event_syncs=2, waits=1, sections={"model": {"sliding_window": 16}}),
+    "norms of heads": StepBudget(554, event_syncs=2, waits=1, sections={"model": {"query_key_norm": "per_head"}}),
+    "layernorm": StepBudget(
+        454,
+        event_syncs=2,
+        waits=1,
+        sections={"model": {"normalization": "layernorm", "gated_mlp": False, "hidden_act": "gelu"}},
+    ),
+    "gemma 2, explicit": StepBudget(
+        1266, event_syncs=2, waits=1, sections={"model": GEMMA_2, "performance": {"attention": "sdpa"}}
+    ),
+    "deterministic": StepBudget(508, event_syncs=2, waits=1, sections={"training": {"deterministic": True}}),
+    "compiled blocks": StepBudget(320, event_syncs=2, waits=1, sections={"performance": {"compile": "blocks"}}),
+    "compiled blocks of an H100": StepBudget(
+        320, event_syncs=2, waits=1, sections={"performance": {"compile": "blocks"}}, capability=90
+    ),
+}
