@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
 import typer
+from pydantic import ValidationError
 from typer.exceptions import TyperException
 
 from launch.cli.checkpoint import checkpoint_app
@@ -69,9 +70,10 @@ from launch.trainer.start.run_config import load_run_config
 from megalite.checkpoint.durable_files import NO_ROOM
 from megalite.checkpoint.small_files import forbid_writing_by_all
 from megalite.config import Config
+from megalite.config.errors import expectation, must_be
 from megalite.config.foreign_words import answer, rows_of
 from megalite.config.loading.hidden_secrets import without_secrets
-from megalite.config.suggestions import option_paths, own_names
+from megalite.config.suggestions import dotted, option_paths
 
 log = get_logger(__name__)
 DASHED_OVERRIDE = re.compile(rf"--(?:run_dir|(?:{'|'.join(Config.model_fields)})\.[a-z_.]+)=")
@@ -87,7 +89,7 @@ class AllCommands(CommandsWithVerbosity):
             # empty where a command without arguments has shown its help
             if message := error.format_message().removesuffix(".").replace("Value error, ", ""):
                 command = getattr(error, "ctx", None)
-                message = _foreign_flag(error) or message
+                message = _in_our_words(error) or message
                 where = "" if command is None or message.endswith("?") else f"; see `{command.command_path} --help`"
                 log.error(without_secrets(f"{message[0].lower()}{message[1:]}{where}"))  # words as they were typed
             sys.exit(error.exit_code)
@@ -305,22 +307,26 @@ def verify(
         raise typer.Exit(VERIFY_FAILED_CODE)
 
 
-def _foreign_flag(error: TyperException) -> str | None:
-    """Returns what a flag is here that no command has: an option of the config, or a word of another stack."""
-    typed = getattr(error, "option_name", None)
-    if typed is None:
+def _in_our_words(error: TyperException) -> str | None:
+    """Returns what a value of a flag must be; what a flag is that no command has: an option, another stack's word."""
+    flag = getattr(error, "param", None)
+    if isinstance(error.__cause__, ValidationError) and flag and (detail := error.__cause__.errors()[0]):
+        if detail["type"] == "value_error":
+            return None
+        return f"{flag.opts[0]} {must_be(flag.name, [expectation(detail)], detail['input'])}"
+    if flag and flag.param_type_name == "option" and not error.message:  # it is missing
+        return f"missing option {' / '.join(flag.opts)}: {flag.help[0].lower()}{flag.help[1:].removesuffix('.')}"
+    if (typed := getattr(error, "option_name", None)) is None:
         return None
-    name = typed.lstrip("-")
+    name, command = typed.lstrip("-"), getattr(getattr(error, "ctx", None), "command", None)
+    takes = any(parameter.name == "overrides" for parameter in getattr(command, "params", ()))
     if tuple(name.split(".")) in option_paths(Config):
         return f"{typed}: an option of the config has no dashes here: {name}=..."
-    if name.replace("-", "_") in own_names(Config):
-        return None  # also of commands, as `--steps`
-    found = rows_of(typed)
-    return (
-        f"there is no flag {typed}, a word {answer(found)}; options of the config are set as section.option=value"
-        if found
-        else None
-    )
+    if found := rows_of(typed):
+        options = "; options of the config are set as section.option=value" * takes
+        return f"there is no flag {typed}, a word {answer(found)}{options}"
+    named = [f"{dotted(path)}=..." for path in option_paths(Config) if takes and path[-1] == name.replace("-", "_")]
+    return f"there is no flag {typed}: options of the config are set as {' or '.join(named[:3])}" if named else None
 
 
 def _refuse_dashed_overrides(words: list[str]) -> None:

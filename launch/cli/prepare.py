@@ -31,7 +31,10 @@ def prepare(
         ),
     ],
     output: Annotated[str, typer.Option("--output", "-o", help="Prefix of the output files.", metavar="PREFIX")],
-    tokenizer: Annotated[Path, typer.Option("--tokenizer", "-t", help="Folder with a tokenizer.json.")],
+    tokenizer: Annotated[
+        Path,
+        typer.Option("--tokenizer", "-t", help="Folder with a tokenizer.json; --train-vocab-size N makes one."),
+    ],
     train_vocab_size: Annotated[
         int | None,
         typer.Option("--train-vocab-size", help="First train a byte-level BPE of this size into --tokenizer."),

@@ -25,6 +25,8 @@ def _one_path_is_a_list(value: Any) -> Any:
             "paths with weights before them are a blend of Megatron-LM: name each text in data.sources, as in "
             f"data.sources.a={source}"
         )
+    if not isinstance(value, str | list | tuple | None):
+        raise ValueError(f"a path is text, or a list of texts, got {value!r}")
     return [value] if isinstance(value, str) else value
 
 

@@ -36,6 +36,8 @@ class ConfigProblem:
     meant: OptionPath = ()  # the option that an unknown name was probably meant to be; empty if none is similar
 
 
+TAKERS = ("path", "dtype", "name", "mode", "enabled")  # options that are meant where their section is given a value
+
 SECONDS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400, "seconds": 1, "minutes": 60, "hours": 3_600, "days": 86_400}
 
 EXPECTATIONS = {
@@ -54,7 +56,6 @@ EXPECTATIONS = {
     "too_short": "a list of at least {min_length}",
     "too_long": "a list of at most {max_length}",
     "dict_type": "a section with options of its own",
-    "model_type": "a section with options of its own",
 }
 """Types of pydantic's errors whose text speaks of Python, and the expectation in YAML's terms; `{...}` are pydantic's
 values. An option that is missing is a problem of its own; here it is an item of a list."""
@@ -80,19 +81,16 @@ def problems_of(error: ValidationError, model: type[BaseModel]) -> list[ConfigPr
             refused.extend(ConfigProblem((*path, *inner), sentence) for inner, sentence in found)
         elif kind == "missing" and len(path) == len(detail["loc"]):
             missing.append(ConfigProblem(path, _missing(path, model)))
+        elif kind == "model_type":
+            refused.append(ConfigProblem(path, _not_a_section(path, detail["input"], model)))
         elif kind != "default_factory_not_called":
-            expected.setdefault(path, []).append(_expectation(detail))
+            expected.setdefault(path, []).append(expectation(detail))
             got[path] = detail["input"]
     for path in expected.keys() & CHOOSABLE:
         values = ", ".join(dict.fromkeys(expected[path])).replace(" or ", ", ")
         expected[path] = [values, AUTO] if got[path] != AUTO else [f"{values} in a list", f"{AUTO} alone"]
     wrong = [
-        ConfigProblem(
-            path,
-            f"{dotted(path)} must be {' or '.join(dict.fromkeys(texts))}, got {shown(got[path])}"
-            + _as_written(path[-1], got[path]),
-        )
-        for path, texts in expected.items()
+        ConfigProblem(path, f"{dotted(path)} {must_be(path[-1], texts, got[path])}") for path, texts in expected.items()
     ]
     meant = [problem.meant for problem in unknown]
     missing = [
@@ -194,8 +192,36 @@ def _missing(path: OptionPath, model: type[BaseModel]) -> str:
     return f"{dotted(path)} is required ({meaning[:1].lower()}{meaning[1:]})"
 
 
+def _not_a_section(path: OptionPath, value: Any, model: type[BaseModel]) -> str:
+    """Returns the sentence for a value in the place of a section, with the option in it that takes such a value."""
+    section = section_at(path, model)
+    meant = f"it has {', '.join(section.model_fields)}"
+    for name in (name for name in TAKERS if name in section.model_fields):
+        try:
+            section.model_validate({name: value})
+        except ValidationError as error:
+            if any(detail["loc"][:1] == (name,) for detail in error.errors()):
+                continue
+        meant = f"did you mean {dotted((*path, name))}={value if isinstance(value, str) else shown(value)}?"
+    if path == ("model",) and isinstance(value, str):
+        meant = f"`megalite config init --from {value}` writes a config for a model of that name"
+    return f"{dotted(path)} must be a section with options of its own, got {shown(value)}: {meant}"
+
+
+def must_be(name: str, expectations: Iterable[str], value: Any) -> str:
+    """Returns what the value of an option or flag must be, what it is, and how it is written if that can be told."""
+    wanted = " or ".join(dict.fromkeys(expectations))
+    is_list = "a list" in wanted and isinstance(value, str)
+    remedy = f": write [{value}]" if is_list else _as_written(name, value)
+    return f"must be {wanted}, got {shown(value)}{remedy}"
+
+
 def _as_written(name: str, value: Any) -> str:
     """Returns how to write a number or a time with the letter of a unit, or numbered items of a list."""
+    if isinstance(value, str) and re.fullmatch(r"\d{1,3}(,\d{3})+", value):
+        return f": write {value.replace(',', '')}"
+    if isinstance(value, str) and (found := re.fullmatch(r"(\d+(?:\.\d+)?) ?%", value)):
+        return f": write {float(found[1]) / 100:g}"
     if isinstance(value, str) and (found := re.fullmatch(r"(\d+(?:\.\d+)?) ?([smhd])", value)):
         unit = SECONDS.get(name.rpartition("_")[2])
         return f": write {float(found[1]) * SECONDS[found[2]] / unit:g}, without a unit" if unit else ""
@@ -207,7 +233,8 @@ def _as_written(name: str, value: Any) -> str:
     return ""
 
 
-def _expectation(detail: ErrorDetails) -> str:
+def expectation(detail: ErrorDetails) -> str:
+    """Returns what pydantic says that a value must be, in YAML's terms."""
     template = EXPECTATIONS.get(detail["type"])
     if template is not None:
         return template.format(**detail.get("ctx", {}))

@@ -34,6 +34,16 @@ MOST_VALUES = 100_000
 
 LONGEST_PROBLEM = 300  # characters of PyYAML's words on a syntax error, which repeat what it read
 
+REMEDIES = {
+    "could not find expected ':'": "what begins here has no colon: write `option: value`",
+    "found unexpected end of stream": "the quote that begins here is not closed",
+    "mapping values are not allowed here": "the line above has no colon, this one stands too far right, or text with a "
+    "colon needs quotes",
+    "found character '\\t'": "indent with spaces, not with tabs",
+    "<block end>": "options of one section begin in the same column",
+}
+"""Remedies for PyYAML's problems; what begins here PyYAML only notices on a later line."""
+
 KEPT_TAGS = ("tag:yaml.org,2002:null", "tag:yaml.org,2002:merge")
 
 
@@ -134,9 +144,11 @@ def _key_lines(node: yaml.Node, path: LinePath, problems: list[str]) -> Iterator
 
 
 def _syntax_sentence(error: yaml.MarkedYAMLError) -> str:
-    mark = error.problem_mark or error.context_mark
+    remedy = next((remedy for words, remedy in REMEDIES.items() if words in (error.problem or "")), "")
+    is_known_late = "begins here" in remedy
+    mark = (error.context_mark if is_known_late else None) or error.problem_mark or error.context_mark
     where = f"line {mark.line + 1}: " if mark else ""
     problem = error.problem or error.context or "unreadable"
     if problem.startswith("but ") and error.context:
         problem = f"{error.context}, {problem}"
-    return f"{where}not valid YAML: {' '.join(problem.split())[:LONGEST_PROBLEM]}"
+    return f"{where}not valid YAML: {' '.join(problem.split())[:LONGEST_PROBLEM]}{remedy and f': {remedy}'}"

@@ -1,4 +1,4 @@
-"""Package versions that go wrong with certain settings: a table, checked before a run starts.
+"""Package versions that go wrong with certain settings: a table, known_bad.yaml, checked before a run starts.
 
 Every row names the public thread that reports it; most were reproduced by running this project on the versions in
 question. In: a config, its layout and the installed versions. Out: the rows that match, or one sentence.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
@@ -18,7 +19,9 @@ from megalite.config.config import Config
 from megalite.config.errors import ConfigError
 from megalite.config.layout import ResolvedLayout, reduces_beside_backward
 from megalite.config.versions import installed_version
+from megalite.config.yaml_text import parse_yaml
 
+FILE = Path(__file__).parents[1] / "known_bad.yaml"
 REPOSITORIES = {"DeepSpeed": "deepspeedai/DeepSpeed", "pytorch": "pytorch/pytorch"}
 
 
@@ -133,73 +136,4 @@ def settings_of(config: Config, layout: ResolvedLayout) -> dict[str, tuple[bool,
     }
 
 
-UPGRADE = "install deepspeed 0.19.8 or newer"  # no row is about them, and the tests run on them
-
-KNOWN_BAD: tuple[KnownBad, ...] = (
-    KnownBad(
-        {"deepspeed": "<0.19.4"},
-        "several backward passes",
-        "it does not know managed_gradient_accumulation, and would take a step only once in so many steps",
-        "DeepSpeed#8203",
-        UPGRADE,
-    ),
-    KnownBad(
-        {"deepspeed": "<0.19.5"},
-        "offloaded optimizer",
-        "it cannot offload with managed_gradient_accumulation false, which a run sets, and the start fails",
-        "DeepSpeed#8225",
-        UPGRADE + ", or keep the optimizer where it computes",
-    ),
-    KnownBad(
-        {"deepspeed": "<0.19.8"},
-        "gradients not contiguous",
-        "gradients are not reduced over the replicas, each of which trains on its own",
-        "DeepSpeed#8382",
-        UPGRADE + ", or set deepspeed.zero_optimization.contiguous_gradients to true",
-        device="cpu",
-    ),
-    KnownBad(
-        {"deepspeed": "<0.18.8", "torch": ">=2.10"},
-        "zero 3",
-        "gradients are reduced before they are computed, and weights become NaN",
-        "DeepSpeed#7898",
-        UPGRADE + ", or use zero_stage 1 or 2",
-        device="cuda",
-    ),
-    KnownBad(
-        {"deepspeed": "<0.18.3"},
-        "secondary partitions",
-        "the first step after weights were loaded computes with the ones before",
-        "DeepSpeed#7606",
-        UPGRADE + ", or remove zero_hpz_partition_size",
-    ),
-    KnownBad(
-        {"deepspeed": "<0.19.5"},
-        "secondary partitions of small weights",
-        "the weights of norms are too small to be cut twice, and the start fails",
-        "DeepSpeed#6659",
-        UPGRADE + ", or remove zero_hpz_partition_size",
-    ),
-    KnownBad(
-        {"deepspeed": "<0.19.6"},
-        "quantized weights",
-        "the quantizer reads the bits of weights as fp16",
-        "DeepSpeed#7775",
-        UPGRADE + ", or remove zero_quantized_weights",
-    ),
-    KnownBad(
-        {"deepspeed": "<0.19.4"},
-        "fetching by all reduce",
-        "padding that nobody wrote is added to the first numbers of weights",
-        "DeepSpeed#8158",
-        UPGRADE + ", or remove it",
-    ),
-    KnownBad(
-        {"torch": ">=2.11,<2.14"},
-        "mask over half a tile",
-        "cuDNN's attention can turn gradients into NaN on H100 and H200",
-        "pytorch#196678",
-        "use a sequence_length that is a multiple of 128",
-        device="cuda",
-    ),
-)
+KNOWN_BAD = tuple(KnownBad(**row) for row in parse_yaml(FILE.read_text(encoding="utf-8"))[0])

@@ -73,7 +73,14 @@ BAD_OVERRIDES = [
     # whose micro-batches had filled 20 GB before the first step
     ("training.global_batch_size=1e12", ["training.global_batch_size must be at most 1000000"]),
     ("launch.spin_threads=3", ["launch.spin_threads must be auto or true or false, got 3"]),
-    ("training=3", ["training must be a section with options of its own, got 3"]),
+    ("training=3", ["training must be a section with options of its own, got 3: it has global_batch_size, "]),
+    ("recompute=full", ["got 'full': did you mean recompute.mode=full?"]),
+    ("monitor.wandb=true", ["got true: did you mean monitor.wandb.enabled=true?"]),
+    ("model=llama3-8b", ["`megalite config init --from llama3-8b` writes a config"]),
+    ("optimizer.betas=0.9,0.95", ["got '0.9,0.95': write [0.9,0.95]"]),
+    ("training.steps=10,000", ["got '10,000': write 10000"]),
+    ("data.held_out_fraction=5%", ["got '5%': write 0.05"]),
+    ("data.path={x}", ["a path is text, or a list of texts, got {'x': None}"]),
     ("model=null", ["model.vocab_size is required (number of token ids) (and 4 more)"]),
     (
         "watchdog.startup_minutes=45",

@@ -120,6 +120,10 @@ def test_a_path_with_digits_is_no_blend(minimal: Path) -> None:
         ("--context-parallel-size", "not here yet"),
         ("--training.steps", "an option of the config has no dashes here: training.steps="),
         ("--dryrun", "no such option: --dryrun"),
+        ("--resume", "the same command goes on"),
+        ("--config", "the config has no flag before it"),
+        ("--num_gpus", "starts the product of parallel.tensor_parallel_size"),
+        ("--steps", "there is no flag --steps: options of the config are set as training.steps=... or "),
     ],
 )
 def test_flags_of_other_stacks_are_answered(flag: str, said: str) -> None:

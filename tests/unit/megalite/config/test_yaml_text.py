@@ -47,6 +47,19 @@ def test_a_syntax_error_repeats_a_bounded_part_of_the_text() -> None:
     assert len(str(caught.value)) < 500
 
 
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("a:\n  b: 1\n  steps 20\n\nc: 1\n", "line 3: .* what begins here has no colon"),
+        ("a:\n\tb: 1\n", "line 2: .*: indent with spaces, not with tabs"),
+        ('a: "x\nb: 2\n', "line 1: .*: the quote that begins here is not closed"),
+    ],
+)
+def test_a_syntax_error_is_told_where_it_is(text: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        parse_yaml(text)
+
+
 PARTS = (
     *("a", "b: ", "&a ", "*a", "<<: ", "- ", "? ", ": ", "[", "]", "{", "}", ", ", "\n", "\n  ", "!!python/name:os "),
     *(
