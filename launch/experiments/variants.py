@@ -66,13 +66,12 @@ def variants(varied: Sequence[VariedOption]) -> tuple[SeriesPoint, ...]:
 def bucket_sizes(config: Config) -> list[VariedOption]:
     """Returns sizes of gradient buckets around that of the config, which is the first.
 
-    Under ZeRO-2 and ZeRO-3 also whether collectives run beside computation; ZeRO-1 always does that.
+    Under ZeRO-3 also whether collectives run beside computation; ZeRO-1 and ZeRO-2 always do that.
     """
-    parallel, stage = config.parallel, config.parallel.zero_stage
-    options = [_own_first("parallel.gradient_bucket_size", parallel.gradient_bucket_size, BUCKETS)]
-    if stage >= 2:
+    options = [_own_first("parallel.gradient_bucket_size", config.parallel.gradient_bucket_size, BUCKETS)]
+    if config.parallel.zero_stage == 3:
         zero = config.deepspeed.get("zero_optimization")
-        own = zero.get("overlap_comm", stage == 3) if isinstance(zero, dict) else stage == 3
+        own = zero.get("overlap_comm", True) if isinstance(zero, dict) else True
         options.append(_own_first("deepspeed.zero_optimization.overlap_comm", own, (False, True)))
     return options
 

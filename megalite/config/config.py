@@ -153,6 +153,15 @@ class Config(Section):
         return self.offload.optimizer == "cpu" or offloads_to_nvme(self.deepspeed)
 
     @property
+    def reduces_beside_backward(self) -> bool:
+        """Whether engine/reduction reduces the gradients of a run, and not DeepSpeed.
+
+        ZeRO-3 takes gradients apart where it takes weights apart. An offloaded optimizer takes them from buffers that
+        DeepSpeed fills while it reduces.
+        """
+        return self.parallel.zero_stage < 3 and not self.is_optimizer_offloaded
+
+    @property
     def batches(self) -> BatchSchedule:
         """The batch of each step, from the checkpoint of `counted_from` on, or from the start."""
         return BatchSchedule(self.training, *self._done)

@@ -115,12 +115,3 @@ def _data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:
             f"{replica * dp}{instead}"
         )
     return dp
-
-
-def reduces_beside_backward(config: Config) -> bool:
-    """Returns whether engine/reduction/gradient_reduction.py reduces the gradients of a run, and not DeepSpeed.
-
-    ZeRO-2 and ZeRO-3 reduce those of every micro-batch as backward makes them. An offloaded optimizer takes gradients
-    from buffers that DeepSpeed fills while it reduces.
-    """
-    return config.parallel.zero_stage < 2 and not config.is_optimizer_offloaded

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from megalite.config import Config, ResolvedLayout
 from megalite.config.batch_stages import BatchShape, shapes_of
-from megalite.config.layout import reduces_beside_backward
 from megalite.engine.batch_transfer import BatchTransfer, DeviceBatch, MicroBatch
 from megalite.engine.deepspeed.internals import flat_groups, quiet_stdout
 from megalite.engine.deepspeed.loss_scale import current_loss_scale, loss_scaler_tensor
@@ -56,12 +55,13 @@ class Engine(ABC):
         with quiet_stdout():
             self._grid = Grid(mesh)
         self._tp = tensor_parallel_of(
-            self._grid, config.parallel.sequence_parallel, sums_parameters_at_step=reduces_beside_backward(config)
+            self._grid, config.parallel.sequence_parallel, sums_parameters_at_step=config.reduces_beside_backward
         )
-        # ZeRO-2 and ZeRO-3 reduce gradients as they come; ZeRO-3 gathers weights from all replicas on the way
+        # DeepSpeed's ZeRO-2 and ZeRO-3 reduce gradients as they come; ZeRO-3 gathers weights on the way
         peers, zero_stage = activity.peers, layout.zero_stage
         self._forward_peers = peers.stage if zero_stage == 3 else peers.tensor
-        self._backward_peers = peers.stage if zero_stage > 1 else peers.tensor
+        is_reducing = zero_stage > 1 and not config.reduces_beside_backward
+        self._backward_peers = peers.stage if is_reducing else peers.tensor
         self.tied_weight: TiedWeight | None = None  # whose copy another rank holds, or the copy
         self.deepspeed: Any
         self.torch_optimizer: torch.optim.Optimizer
@@ -74,7 +74,7 @@ class Engine(ABC):
 
     def _initialize(self, model: torch.nn.Module) -> None:
         self.deepspeed, self.torch_optimizer = initialize(model, self.config, self.layout, self._grid, self._tp)
-        is_ours, device = reduces_beside_backward(self.config), self.deepspeed.device
+        is_ours, device = self.config.reduces_beside_backward, self.deepspeed.device
         self.decision = StepDecision(self.deepspeed, self._tp, may_be_late=is_ours)
         self.reduction: Reduction = DeepSpeedReduction(self.deepspeed.optimizer)
         if is_ours:

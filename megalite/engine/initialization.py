@@ -12,7 +12,6 @@ from deepspeed.accelerator import get_accelerator
 from pydantic import ValidationError
 
 from megalite.config import Config, ConfigError, ResolvedLayout
-from megalite.config.layout import reduces_beside_backward
 from megalite.engine.compilation import compile_blocks
 from megalite.engine.deepspeed.config import deepspeed_config
 from megalite.engine.deepspeed.internals import accept_fp16_on_cpus, quiet_stdout, share_fp32_weights
@@ -40,7 +39,7 @@ def initialize(
     optimizer = build_optimizer(
         [parameter for parameter in model.parameters() if parameter.requires_grad],
         config.optimizer,
-        bucket_size=config.parallel.gradient_bucket_size if reduces_beside_backward(config) else None,
+        bucket_size=config.parallel.gradient_bucket_size if config.reduces_beside_backward else None,
         has_cpu_adam=_has_cpu_adam(config),
     )
     options = deepspeed_config(config, layout)

@@ -133,8 +133,13 @@ class TrainingWorkload:
 
     @property
     def reduces_beside_backward(self) -> bool:
-        """True if gradients are reduced bucket by bucket in the last backward pass (engine/gradient_reduction.py)."""
-        return self.stack.replicas == "deepspeed" and self.layout.zero_stage < 2 and not self.offloads_optimizer
+        """True if gradients are reduced bucket by bucket while backward runs (engine/reduction)."""
+        return self.stack.replicas == "deepspeed" and self.layout.zero_stage < 3 and not self.offloads_optimizer
+
+    @property
+    def reductions(self) -> int:
+        """How often in a step such gradients are reduced: for ZeRO-2 once for each micro-batch."""
+        return self.micro_batches if self.layout.zero_stage == 2 and self.reduces_beside_backward else 1
 
     @property
     def micro_batches(self) -> int:

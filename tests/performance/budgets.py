@@ -116,7 +116,7 @@ STEPS = {
         Case(dp=2, dtype="bf16"), 1, {"all_reduce": 2, "reduce_scatter": 2, "all_gather": 2}, {"loss_spike": "skip"}
     ),
     "dp 2, ZeRO-2": StepBudget(
-        Case(dp=2, dtype="bf16", accumulation=4, zero=2), 4, {"all_reduce": 8, "all_gather": 2}, goal="0 syncs"
+        Case(dp=2, dtype="bf16", accumulation=4, zero=2), 0, {"all_reduce": 2, "reduce_scatter": 8, "all_gather": 2}
     ),
     # one gather of updates for each bucket of matrices
     "dp 2, muon": StepBudget(

@@ -17,7 +17,7 @@ from megalite.config.base import Device
 from megalite.config.batch_stages import shapes_of
 from megalite.config.config import Config
 from megalite.config.errors import ConfigError
-from megalite.config.layout import ResolvedLayout, reduces_beside_backward
+from megalite.config.layout import ResolvedLayout
 from megalite.config.versions import installed_version
 from megalite.config.yaml_text import parse_yaml
 
@@ -95,8 +95,6 @@ def settings_of(config: Config, layout: ResolvedLayout) -> dict[str, tuple[bool,
     per_step = f"{micro_batches} micro-batches per step"
     zero, section = config.deepspeed.get("zero_optimization", {}), "deepspeed.zero_optimization"
     offloaded = "offload.optimizer cpu" if config.offload.optimizer == "cpu" else f"{section}.offload_optimizer"
-    reduces_in_buckets = stage < 3 and replicas > 1 and not reduces_beside_backward(config)
-    is_contiguous = zero.get("contiguous_gradients", stage > 1)  # as megalite/engine/deepspeed/config.py sets it
     size = zero.get("zero_hpz_partition_size", 1)
     is_cut_twice = stage == 3 and isinstance(size, int) and size > 1
     cut_twice = f"{section}.zero_hpz_partition_size {size}"
@@ -110,10 +108,6 @@ def settings_of(config: Config, layout: ResolvedLayout) -> dict[str, tuple[bool,
             f"parallel.pipeline_parallel_size {stages} and {per_step}",
         ),
         "offloaded optimizer": (config.is_optimizer_offloaded, offloaded),
-        "gradients not contiguous": (
-            reduces_in_buckets and not is_contiguous,
-            f"parallel.zero_stage {stage}, {replicas} replicas and zero_optimization.contiguous_gradients false",
-        ),
         "zero 3": (stage == 3, "parallel.zero_stage 3"),
         "secondary partitions": (is_cut_twice, cut_twice),
         # the last secondary partition of a norm's weight begins behind the weight's end

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megalite.config.config import Config
-from megalite.config.rules.pipeline import PIPELINE
 
 ZERO_STAGE = ("parallel", "zero_stage")
 SMALLEST_BF16_RATE = 2.0**-8  # a sum in bf16 takes no addend of less than half a unit in its last place: 2^-9 of it
@@ -32,12 +31,6 @@ def _problems_with_muon(config: Config) -> Iterator[str]:
         yield (
             "optimizer.name muon needs whole matrices, and parallel.zero_stage 3 keeps parts of them: use zero_stage 1 "
             "or 2, or optimizer.name adamw"
-        )
-    if parallel.zero_stage == 2 and PIPELINE not in unresolved and parallel.pipeline_parallel_size > 1:
-        yield (
-            "optimizer.name muon with parallel.zero_stage 2 and parallel.pipeline_parallel_size "
-            f"{parallel.pipeline_parallel_size} would wait forever for a norm, because stages without embedding and "
-            "head have fewer groups of parameters: use zero_stage 1"
         )
 
 

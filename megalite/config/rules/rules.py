@@ -158,24 +158,17 @@ def _monitor(config: Config, device: Device | None) -> Iterator[str]:
 
 def _gradient_reduction(config: Config, device: Device | None) -> Iterator[str]:
     zero, dtype = config.deepspeed.get("zero_optimization", {}), config.precision.dtype
-    if config.parallel.zero_stage < 2:
-        unused = ["overlap_comm"] if config.is_optimizer_offloaded else OF_DEEPSPEEDS_REDUCTION
-        when = "after backward" if config.is_optimizer_offloaded else "by megalite while backward runs"
+    is_ours = config.reduces_beside_backward
+    if is_ours or config.parallel.zero_stage < 2:
+        unused = OF_DEEPSPEEDS_REDUCTION if is_ours else ["overlap_comm"]
+        when = "by megalite while backward runs" if is_ours else "after backward"
         for key in filter(zero.get, unused):
             yield (
                 f"deepspeed.zero_optimization.{key} has no effect with parallel.zero_stage "
                 f"{config.parallel.zero_stage}, whose gradients are summed {when}: remove it"
             )
-    # stage_1_and_2.py, `_record_gradient_stream`: it keeps them where it offloads alone
-    keeps_gradients = config.is_optimizer_offloaded or device != "cuda"
-    if zero.get("overlap_comm") and config.parallel.zero_stage == 2 and not keeps_gradients:
-        yield (
-            "deepspeed.zero_optimization.overlap_comm with parallel.zero_stage 2 lets DeepSpeed 0.19 free a gradient "
-            "of more than parallel.gradient_bucket_size numbers while it is being summed, and then write to its "
-            "memory: remove it, or use zero_stage 1, whose gradients are summed while backward runs anyway"
-        )
     reduction = config.precision.reduction_dtype
-    if zero.get("reduce_scatter") and config.parallel.zero_stage == 2 and reduction != dtype:
+    if zero.get("reduce_scatter") and config.parallel.zero_stage == 2 and not is_ours and reduction != dtype:
         yield (
             f"deepspeed.zero_optimization.reduce_scatter true makes ZeRO-2 divide gradients in {dtype} before it sums "
             f"them in {reduction}: remove it"

@@ -40,9 +40,8 @@ def deepspeed_config(config: Config, layout: ResolvedLayout) -> dict[str, Any]:
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {
             "stage": layout.zero_stage,
-            # stage 1 reduces after backward, when the gradients exist anyway: copying them into one buffer first
-            # costs two passes over them and twice their memory
-            "contiguous_gradients": layout.zero_stage > 1,
+            # where the gradients are reduced by us, its buffer would only take memory
+            "contiguous_gradients": layout.zero_stage > 1 and not config.reduces_beside_backward,
             # with it stage 2 divides by the number of replicas before it widens gradients for the sum, and rounds those
             # of three; 0.19.8 moves the same bytes without it
             "reduce_scatter": layout.zero_stage != 2 or reduction == precision.dtype,

@@ -177,7 +177,7 @@ def let_stages_differ() -> None:
 
 
 class FlatGroup(NamedTuple):
-    """One parameter group of ZeRO-1: its parameters are views of one flat tensor, cut evenly over the replicas."""
+    """One group of ZeRO-1 or ZeRO-2: its parameters are views of one flat tensor, cut evenly over the replicas."""
 
     parameters: list[torch.nn.Parameter]
     weights: torch.Tensor  # flat, with padding at its end
@@ -198,11 +198,12 @@ def flat_groups(optimizer: Any) -> list[FlatGroup]:
 
 
 def take_over_reduction(engine: Any) -> tuple[list[FlatGroup], Any]:
-    """Makes DeepSpeed leave the gradients of ZeRO-1 to us; returns its parameter groups and the group of the replicas.
+    """Makes DeepSpeed leave gradients to us; returns its parameter groups and the group of the replicas.
 
     Without `enable_backward_allreduce` neither `backward` nor `step` (runtime/engine.py) reduces. The hooks of
     BF16_Optimizer and DeepSpeedZeroOptimizer, `_grad_acc_hooks`, only add gradients to sums of their own;
-    `clear_hp_grads` would write zeros over BF16_Optimizer's sums twice in a step.
+    `clear_hp_grads` would write zeros over BF16_Optimizer's sums twice in a step, and
+    `finalize_gradient_accumulation_boundary` look for ZeRO-2's gradients where there are none.
     """
     optimizer = engine.optimizer
     engine.enable_backward_allreduce = False
@@ -210,6 +211,7 @@ def take_over_reduction(engine: Any) -> tuple[list[FlatGroup], Any]:
         hook.remove()
     if isinstance(optimizer, bf16_optimizer.BF16_Optimizer):
         optimizer.clear_hp_grads = lambda: None
+    optimizer.finalize_gradient_accumulation_boundary = lambda: None
     return flat_groups(optimizer), optimizer.dp_process_group
 
 

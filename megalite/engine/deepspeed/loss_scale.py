@@ -55,7 +55,7 @@ class DeviceLossScaler:
 
 
 def keep_loss_scale_on_device(engine: Any) -> None:
-    """Makes the device move the loss scale of a ZeRO-1 engine whose step is ours; does nothing without a dynamic one.
+    """Makes the device move the loss scale of an engine whose step is ours; does nothing without a dynamic one.
 
     Nothing that such an engine still does in a step (`scale_if_loss` of runtime/base_optimizer.py, `_update_scale` of
     runtime/zero/stage_1_and_2.py) looks at the scale's number.

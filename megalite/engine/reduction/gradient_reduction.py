@@ -1,9 +1,11 @@
-"""Sum of gradients over replicas for ZeRO-1, bucket by bucket while backward goes on.
+"""Sum of gradients over replicas for ZeRO-1 and ZeRO-2, bucket by bucket while backward goes on.
 
 In: parameters in buckets, and how many gradients each gets in a step. Out: the mean over the replicas of this rank's
 partition of every bucket, fp32. A hook on each parameter adds its gradient to the bucket's flat sum and frees it; a
-bucket whose parameters have all had their last one is reduced. Who calls backward, and in what order, is not known
-here. No DeepSpeed. On a GPU linear layers have their GEMM add to the flat sum instead (`add_product`).
+bucket whose parameters have all had theirs is reduced: for ZeRO-1 once in a step, for ZeRO-2 in one round for each
+micro-batch, so that a flat sum lives from one round to the next alone and partitions take up what comes out. Who calls
+backward, and in what order, is not known here: gradients that come ahead of their round travel with an earlier one. No
+DeepSpeed. On a GPU linear layers have their GEMM add to the flat sum instead (`add_product`).
 
 Each bucket is reduce-scattered in place: rank r keeps elements [r * P, (r + 1) * P) of its R * P ones. So every bucket
 belongs to all replicas in equal parts, as in Megatron-LM's distributed optimizer. Were the whole model one flat tensor,
@@ -36,6 +38,8 @@ class Slice:
     from_elsewhere: int = 0  # gradients per step beside one per micro-batch
     expected: int = 0
     received: int = 0
+    wanted: int = 0  # of `expected`, before the next round can begin
+    is_held: bool = False  # whether the flat sum holds gradients of it
 
     def __str__(self) -> str:
         shard = getattr(self.parameter, "shard", None)  # none outside of a model of ours
@@ -62,10 +66,10 @@ class Bucket:
     dtype: torch.dtype  # of the sum over micro-batches
     kept: Tensor | None = None  # a flat tensor that outlives the step; else there is one during a step
     sums: Tensor | None = None
-    missing: int = 0  # gradients that are still to come in this step
+    missing: int = 0  # gradients that are still to come before it is reduced
     on_wire: Tensor | None = None  # the collective's tensor, while it runs
     work: dist.Work | None = None
-    partition: Tensor | None = field(default=None, repr=False)  # fp32 mean over the replicas, from `finish` on
+    partition: Tensor | None = field(default=None, repr=False)  # fp32 mean over the replicas; before `finish` the sum
 
     def open(self, device: torch.device) -> Tensor:
         """Returns the flat sum, which exists from a step's first gradient on; slices without one hold anything.
@@ -100,9 +104,11 @@ class GradientReducer:
         wire_dtype: torch.dtype,
         activity: Activity,
         tensor_group: dist.ProcessGroup | None = None,
+        *,
+        in_rounds: bool = False,
     ) -> None:
         """`parameters` are those of all buckets in the order in which forward uses them; `wire_dtype` is the format in
-        which replicas sum. In `tensor_group` those are summed that say `is_summed_at_step`."""
+        which replicas sum. In `tensor_group` those are summed that say `is_summed_at_step`. `in_rounds`: as ZeRO-2."""
         self._buckets, self._group, self._wire_dtype, self._activity = buckets, group, wire_dtype, activity
         self._tensor_group = tensor_group
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
@@ -112,7 +118,9 @@ class GradientReducer:
         self._order = sorted(buckets, key=lambda bucket: -min(positions[one.parameter] for one in bucket.slices))
         self.device = next(iter(positions)).device
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        self._started = len(buckets)  # buckets of this step; all of them: no step has begun
+        self._in_rounds, self._rounds = in_rounds and self._size > 1, 1
+        self._started = len(buckets)  # reductions of this step; all of them: no step has begun
+        self._pending: list[Bucket] = []  # reductions that have started and not been waited for, on a CPU
         for parameter in positions:
             parameter.register_post_accumulate_grad_hook(self._take)
             if self._stream is not None:  # on a CPU the GEMM that adds takes longer than the passes it saves
@@ -126,16 +134,21 @@ class GradientReducer:
     def begin(self, micro_batches: int) -> None:
         """Begins a step in which each parameter gets a gradient from each of `micro_batches` backward passes."""
         self.release()
-        self._started = 0
+        self._started, self._rounds = 0, micro_batches if self._in_rounds else 1
         for bucket in self._buckets:
             for one in bucket.slices:
                 one.expected, one.received = micro_batches + one.from_elsewhere, 0
-            bucket.missing = sum(one.expected for one in bucket.slices)
+            self._begin_round(bucket, 1)
+
+    def _begin_round(self, bucket: Bucket, number: int) -> None:
+        for one in bucket.slices:
+            one.wanted, one.is_held = one.expected if number == self._rounds else number, False
+        bucket.missing = sum(max(0, one.wanted - one.received) for one in bucket.slices)
 
     def add_product(self, parameter: nn.Parameter, grad: Tensor, x: Tensor) -> None:
         """Adds `grad^T x`, a new gradient of a weight, to its bucket; layers call it in backward."""
         bucket, one = self._expected(parameter)
-        add_product(one.of(bucket.open(grad.device)), grad, x, is_first=not one.received)
+        add_product(one.of(bucket.open(grad.device)), grad, x, is_first=not one.is_held)
         self._count(bucket, one)
 
     def _take(self, parameter: nn.Parameter) -> None:
@@ -146,7 +159,7 @@ class GradientReducer:
         parameter.grad = None
         bucket, one = self._expected(parameter)
         own = one.of(bucket.open(gradient.device))
-        if one.received:
+        if one.is_held:
             own.add_(gradient)
         else:
             own.copy_(gradient)  # over the last step's
@@ -156,7 +169,7 @@ class GradientReducer:
         """Returns the place of a gradient that has come. Raises RuntimeError if none is expected."""
         bucket, one = self._place[parameter]
         # one too many may come while its bucket waits, and would stand for one of another parameter that never comes
-        if one.received == one.expected or self._started == len(self._buckets):
+        if one.received == one.expected or self._started == self._rounds * len(self._buckets):
             raise RuntimeError(
                 f"a gradient of {one} came after its bucket was reduced, or is one too many: it is the parameter's "
                 f"number {one.received + 1} of this step, for which `begin` and `expect_more` have announced "
@@ -165,15 +178,23 @@ class GradientReducer:
         return bucket, one
 
     def _count(self, bucket: Bucket, one: Slice) -> None:
-        one.received += 1
-        bucket.missing -= 1
-        while self._started < len(self._order) and self._order[self._started].missing == 0:
-            self._start(self._order[self._started])
+        bucket.missing -= one.received < one.wanted
+        one.received, one.is_held = one.received + 1, True
+        while self._started < self._rounds * len(self._order):
+            round_before, place = divmod(self._started, len(self._order))
+            if self._order[place].missing:
+                break
+            self._start(self._order[place])
+            if round_before + 1 < self._rounds:
+                self._begin_round(self._order[place], round_before + 2)
 
     def _start(self, bucket: Bucket) -> None:
         """Starts the collective of the next bucket, and does not wait for it."""
         self._started += 1
         sums = bucket.open(self.device)
+        for one in bucket.slices:
+            if not one.is_held:  # its gradient has travelled with an earlier round
+                one.of(sums).zero_()
         if self._size == 1:
             bucket.partition = sums.float()
             return
@@ -181,31 +202,40 @@ class GradientReducer:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
         reducing = self._activity.interruption(Operation.REDUCE_GRADIENTS, self._started, self._activity.peers.data)
         with reducing, nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            if self._in_rounds:  # one flat sum at a time is on the wire, beside that which backward fills
+                self._settle_pending()
             bucket.on_wire = sums.to(self._wire_dtype)
             own = self._own(bucket.on_wire)
             bucket.work = getattr(dist, REDUCE_SCATTER)(own, bucket.on_wire, group=self._group, async_op=True)
+            self._pending.append(bucket)
             if self._stream is not None:
-                self._settle(bucket)
+                self._settle_pending()
+        if self._in_rounds:
+            if self._stream is not None:
+                sums.record_stream(self._stream)  # before its memory is used again
+            bucket.sums = None
 
-    def _settle(self, bucket: Bucket) -> None:
-        """Waits for a bucket's collective, on CUDA without the host, and makes its sum a mean.
-
-        It is divided last and in fp32: a quotient of each addend would round once per replica.
-        """
-        assert bucket.work is not None and bucket.on_wire is not None and bucket.sums is not None
-        bucket.work.wait()
-        own = self._own(bucket.sums)
-        if bucket.dtype != torch.float32:
-            own = self._own(bucket.on_wire).float()
-        elif bucket.on_wire is not bucket.sums:
-            own.copy_(self._own(bucket.on_wire))
-        bucket.partition = own.div_(self._size)
-        bucket.work = bucket.on_wire = None
+    def _settle_pending(self) -> None:
+        """Waits for the collectives that have started, on CUDA without the host, and takes their sums."""
+        for bucket in self._pending:
+            assert bucket.work is not None and bucket.on_wire is not None
+            bucket.work.wait()
+            own = self._own(bucket.on_wire)
+            if bucket.partition is not None:
+                bucket.partition.add_(own)
+            elif self._in_rounds or bucket.dtype != torch.float32:
+                bucket.partition = own.to(torch.float32, copy=True)
+            else:  # the flat sum is there until the next step, so that no more memory is needed
+                bucket.partition = self._own(bucket.open(self.device))
+                if bucket.on_wire is not bucket.sums:
+                    bucket.partition.copy_(own)
+            bucket.work = bucket.on_wire = None
+        self._pending.clear()
 
     def finish(self) -> None:
         """Waits for all reductions: on CUDA the current stream does, not the host. Raises RuntimeError if a gradient of
         this step never came, which their sum would pass over in silence."""
-        if self._started < len(self._order):
+        if self._started < self._rounds * len(self._order):
             few = [one for bucket in self._buckets for one in bucket.slices if one.received < one.expected]
             raise RuntimeError(
                 f"gradients of {len(few)} parameters never came in this step, first that of {few[0]}: backward brought "
@@ -214,11 +244,11 @@ class GradientReducer:
             )
         if self._size > 1:
             self._activity.record_op(Operation.REDUCE_GRADIENTS, self._started, self._activity.peers.data)
+            self._settle_pending()
             if self._stream is not None:
                 torch.cuda.current_stream(self.device).wait_stream(self._stream)
-            else:
-                for bucket in self._order:
-                    self._settle(bucket)
+            # last and in fp32: a quotient of each addend would round once per replica
+            torch._foreach_div_(self.partitions, self._size)
         self._sum_in_tensor_group()
 
     def _sum_in_tensor_group(self) -> None:
@@ -266,6 +296,7 @@ class GradientReducer:
 
     def release(self) -> None:
         """Frees what a step leaves: its sums, unless their memory is kept, and the partitions."""
+        self._pending.clear()
         for bucket in self._buckets:
             bucket.sums = bucket.partition = None
 

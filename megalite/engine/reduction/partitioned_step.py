@@ -1,4 +1,4 @@
-"""The optimizer step of ZeRO-1 on gradients that `GradientReducer` has reduced.
+"""The optimizer step of ZeRO-1 and ZeRO-2 on gradients that `GradientReducer` has reduced.
 
 Each rank works on its own partition alone: the norm, clipping and the update read no number that another replica owns.
 A step that is not finite is skipped on the device: the torch optimizer is given `grad_scale`, by which it divides the
@@ -30,7 +30,7 @@ SUMMED_AT_ONCE = {"cpu": 1 << 16}
 
 
 class PartitionedStep:
-    """Replaces the `step` of a DeepSpeed optimizer of ZeRO-1."""
+    """Replaces the `step` of a DeepSpeed optimizer of ZeRO-1 or ZeRO-2."""
 
     def __init__(
         self, optimizer: Any, reducer: GradientReducer, decision: StepDecision, clipping: float, tensor_rank: int
@@ -106,7 +106,7 @@ def partition_reductions(
     tp: TensorParallel,
     decision: StepDecision,
 ) -> PartitionedStep:
-    """Makes a DeepSpeed engine of ZeRO-1 step on gradients that the reducer of the returned step has reduced.
+    """Makes a DeepSpeed engine of ZeRO-1 or ZeRO-2 step on gradients that the reducer of the returned step has reduced.
 
     `parameters` are the engine's, in the order of the model. The engine's groups are the buckets.
     """
@@ -123,7 +123,8 @@ def partition_reductions(
         for group in groups
     ]
     wire_dtype = TORCH_DTYPES[precision.reduction_dtype]
-    reducer = GradientReducer(buckets, parameters, replicas, wire_dtype, activity, tp.group)
+    is_zero_2 = config.parallel.zero_stage == 2
+    reducer = GradientReducer(buckets, parameters, replicas, wire_dtype, activity, tp.group, in_rounds=is_zero_2)
     step = PartitionedStep(engine.optimizer, reducer, decision, config.training.gradient_clipping, tp.rank)
     engine.optimizer.step = step
     return step

@@ -44,19 +44,15 @@ class States:
 def deepspeed_states(job: TrainingWorkload, numbers: float, largest: float, orthogonalized: float = 0.0) -> States:
     """Returns the states of a stage with so many numbers, `largest` of them in one parameter, and as many as
     `orthogonalized` in matrices that Muon would take."""
-    match job.layout.zero_stage:
-        case 3:
-            states = _zero_3(job, numbers, largest)
-        case 2:
-            states = _zero_2(job, numbers, largest)
-        case _:
-            states = (_zero_1_offloaded if job.offloads_optimizer else _reduced_beside_backward)(job, numbers, largest)
+    zero, in_rounds = job.layout.zero_stage, job.layout.zero_stage == 2 and job.layout.data_parallel_size > 1
+    ours = _reduced_in_rounds if in_rounds else _reduced_beside_backward
+    offloaded = _zero_2 if zero == 2 else _zero_1_offloaded
+    states_of = _zero_3 if zero == 3 else offloaded if job.offloads_optimizer else ours
+    states = states_of(job, numbers, largest)
     if job.optimizer != "muon":
         return states
     d = job.layout.data_parallel_size
-    bucket = orthogonalized  # ZeRO-2 has one
-    if job.layout.zero_stage < 2:
-        bucket = min(orthogonalized, max(job.gradient_bucket_size, largest))
+    bucket = min(orthogonalized, max(job.gradient_bucket_size, largest))
     return replace(
         states,
         optimizer=states.optimizer - BYTES[job.moments_dtype] * orthogonalized / d,
@@ -74,7 +70,7 @@ def _reduced_beside_backward(job: TrainingWorkload, numbers: float, largest: flo
     (runtime/bf16_optimizer.py) or ones that live from a bucket's first gradient to the end of the step. A bucket is
     rounded for the sum over replicas, or copied by gloo. fp32 weights are updated where they are."""
     size, accumulated, d = BYTES[job.dtype], BYTES[job.gradient_accumulation_dtype], job.layout.data_parallel_size
-    has_sums = job.dtype == "bf16" and accumulated == 4  # BF16_Optimizer
+    has_sums = job.dtype == "bf16" and accumulated == 4 and job.layout.zero_stage < 2  # BF16_Optimizer
     widened = 4 * numbers / d if accumulated < 4 else 0.0  # this rank's partition
     gradients, bucket = accumulated * numbers, min(numbers, max(job.gradient_bucket_size, largest))
     return States(
@@ -88,6 +84,30 @@ def _reduced_beside_backward(job: TrainingWorkload, numbers: float, largest: flo
         own_gradients=gradients + widened,
         updating=(0.0 if has_sums else gradients) + widened + _sgd(job, numbers),
         building=4 * numbers if has_sums else _first_copies(job, numbers),
+    )
+
+
+def _reduced_in_rounds(job: TrainingWorkload, numbers: float, largest: float) -> States:
+    """Follows engine/reduction/gradient_reduction.py for ZeRO-2: one flat sum is filled while one is on the wire, and
+    this rank's partition takes up what comes out. Where a stage has several chunks, a chunk's sums wait for the others.
+    """
+    size, d, bucket = (
+        BYTES[job.dtype],
+        job.layout.data_parallel_size,
+        min(numbers, max(job.gradient_bucket_size, largest)),
+    )
+    accumulated, on_wire = BYTES[job.gradient_accumulation_dtype], BYTES[job.reduction_dtype]
+    waiting = numbers if job.layout.pipeline_chunks > 1 else 2 * bucket
+    own = 4 * numbers / d
+    return States(
+        weights=size * numbers,
+        optimizer=_optimizer(job, size < 4) * numbers / d,
+        gradients=own,
+        one_gradient=size * largest,
+        bucket=accumulated * waiting + on_wire * bucket * (on_wire != accumulated),
+        own_gradients=own,
+        updating=own + _sgd(job, numbers),
+        building=_first_copies(job, numbers),
     )
 
 
@@ -110,9 +130,9 @@ def _zero_1_offloaded(job: TrainingWorkload, numbers: float, largest: float) -> 
 
 
 def _zero_2(job: TrainingWorkload, numbers: float, largest: float) -> States:
-    """Follows runtime/zero/stage_1_and_2.py: gradients go through `setup_buckets`' buffer, whose used part
-    `allreduce_and_scatter` flattens, or `gradient_reduction_w_predivide` widens; `copy_grads_in_partition` or the
-    compact buffer keeps this rank's."""
+    """Follows runtime/zero/stage_1_and_2.py for an optimizer on the host: gradients go through `setup_buckets`'
+    buffer, whose used part `allreduce_and_scatter` flattens, or `gradient_reduction_w_predivide` widens;
+    `copy_grads_in_partition` or the compact buffer keeps this rank's."""
     size, accumulated, d = BYTES[job.dtype], BYTES[job.gradient_accumulation_dtype], job.layout.data_parallel_size
     own, is_mixed = accumulated * numbers / d, size != accumulated
     again = own if job.micro_batches > 1 and not is_mixed else 0.0  # a micro-batch's, before they are added

@@ -42,7 +42,7 @@ OPTIMIZER_BYTES = {"adamw": 12, "muon": 16, "sgd": 12}  # per parameter, without
 MOMENTS_MOVED = {"adamw": 4, "muon": 2, "sgd": 0}  # numbers per parameter
 # times the launch of a kernel, where each is waited for: BLOOM's first day; its second day is held against it
 WAITED_LAUNCHES = 4.0
-# times the host's work for a block with stage 1: DeepSpeed 0.19.8's hooks, in CPU time per micro-batch of a tiny model
+# times the host's work for a block where DeepSpeed does not reduce: 0.19.8's hooks, in CPU time of a tiny micro-batch
 HOST_WORK = {0: 1.0, 1: 1.0, 2: 1.4, 3: 4.4}
 # the host's work for a block with experts, in such of a dense one, in CPU time, and in a loop that of each expert more
 EXPERTS_HOST_WORK, EXPERT_HOST_WORK = 2.0, 0.1
@@ -217,7 +217,11 @@ def _stage(
         back -= 0.0 if splits_backward(job.layout.schedule) else min(ring.seconds(sums, kinds), product_s)
     forward, backward = passes.forward.seconds + there, passes.backward.seconds + back
     recomputed = passes.again.seconds + again
-    host = HOST_WORK[job.layout.zero_stage] if job.stack.replicas == "deepspeed" else 1.0
+    host = (
+        HOST_WORK[job.layout.zero_stage]
+        if not job.reduces_beside_backward and job.stack.replicas == "deepspeed"
+        else 1.0
+    )
     loops = cluster.accelerator.device == "cpu" or job.dtype != "bf16"  # over experts
     blocks = sum(_host_blocks(job.model, kind, loops=loops) * count for kind, count in shape.kinds.items())
     launch = [blocks * speed.launch_s * host * factor for factor in (1, 2, job.layout.recompute == "full")]
@@ -266,7 +270,9 @@ def _replicas_s(job: TrainingWorkload, cluster: Cluster, largest: StageShape, st
     if job.layout.zero_stage == 3 or job.stack.replicas == "fully_sharded":
         return job.micro_batches * _exposed_when_sharded_s(job, moved, largest, stage, cluster)
     gathering = ring.seconds(Moved(all_gather=moved.all_gather))
-    reducing = ring.seconds(replace(moved, all_gather=0), _reductions(job))
+    # an offloaded optimizer of ZeRO-2, which goes with 1F1B alone, has them whenever a pass hands some over
+    is_in_pipeline = job.layout.zero_stage == 2 and job.layout.pipeline_parallel_size > 1
+    reducing = ring.seconds(replace(moved, all_gather=0), job.micro_batches if is_in_pipeline else 1)
     if job.stack.overlaps_replicas:
         return _late(reducing, stage.backward_s, largest.blocks) + _late(gathering, stage.forward_s, largest.blocks)
     return reducing + gathering
@@ -290,15 +296,10 @@ def _beside_backward_s(
         ends_s.append(reduction_ends_s(job, shape, ring, last, others_s))
     kinds = {shape.like: shape for shape in shapes}.values()
     gathering = [ring.seconds(Moved(all_gather=data_moved(job, shape).all_gather)) for shape in kinds]
-    return max(0.0, *ends_s) + max(gathering)
-
-
-def _reductions(job: TrainingWorkload) -> int:
-    """Returns how often replicas reduce gradients: under ZeRO-2 in a pipeline whenever a pass hands some over."""
-    layout = job.layout
-    if layout.zero_stage < 2 or layout.pipeline_parallel_size == 1:
-        return 1
-    return job.micro_batches * layout.pipeline_chunks * (2 if splits_backward(layout.schedule) else 1)
+    # earlier rounds of ZeRO-2 are beside the backward of the micro-batch behind them
+    moved = max(data_moved(job, shape).reduce_scatter for shape in kinds) // job.reductions
+    late_s = (job.reductions - 1) * max(0.0, ring.seconds(Moved(reduce_scatter=moved)) - mean.backward_s)
+    return max(0.0, *ends_s) + late_s + max(gathering)
 
 
 def _late(communication_s: float, computation_s: float, blocks: int) -> float:

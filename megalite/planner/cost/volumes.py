@@ -165,11 +165,11 @@ def tensor_moved(job: TrainingWorkload, stage: StageShape) -> TensorMoved:
 
 def data_moved(job: TrainingWorkload, stage: StageShape) -> Moved:
     """Rajbhandari 2020 (ZeRO), section 7: gradients are reduce-scattered and weights gathered once each, and under
-    stage 3 weights are gathered before every use. That is stage 1 (engine/gradient_reduction.py). Where DeepSpeed 0.19
-    reduces, it does this:
+    stage 3 weights are gathered before every use. That is stage 1, and stage 2 with a reduce-scatter for every
+    micro-batch (engine/reduction). Where DeepSpeed 0.19 reduces, it does this:
 
-    stage 2 all-reduces gradients, which is twice a reduce-scatter (`use_multi_rank_bucket_allreduce`,
-    runtime/zero/stage_1_and_2.py), for every micro-batch, and so does stage 1 once, if the optimizer is on the host;
+    with the optimizer on the host stage 2 all-reduces gradients, which is twice a reduce-scatter
+    (`use_multi_rank_bucket_allreduce`, runtime/zero/stage_1_and_2.py), for every micro-batch, and stage 1 once;
     stage 3 reduce-scatters for every micro-batch, and keeps the weights from forward to backward of a model that has
     fewer numbers than `stage3_max_reuse_distance`, but not in a pipeline. There each pass hands over its own chunk's
     gradients, with split backward in two parts: more collectives, of the same bytes in sum.
@@ -186,7 +186,7 @@ def data_moved(job: TrainingWorkload, stage: StageShape) -> Moved:
     if stack.replicas == "all_reduce":
         return Moved(all_reduce=gradients)
     if job.reduces_beside_backward or stack.replicas == "sharded_optimizer":
-        return Moved(reduce_scatter=gradients, all_gather=weights)
+        return Moved(reduce_scatter=job.reductions * gradients, all_gather=weights)
     if stack.replicas == "fully_sharded" and layout.zero_stage < 3:
         return Moved(reduce_scatter=count * gradients, all_gather=count * weights)
     if layout.zero_stage == 3:
@@ -199,17 +199,14 @@ def data_moved(job: TrainingWorkload, stage: StageShape) -> Moved:
 
 
 def _from_tied_head(job: TrainingWorkload, stage: StageShape) -> int:
-    """Returns the bytes of the gradients that a tied head in another chunk hands over to the embedding.
+    """Returns the bytes of the gradients that a tied head on another stage hands over to the embedding.
 
-    With both chunks on one stage that is after each micro-batch; from another stage they come as one sum per step, in
-    as many parts as `_tied_parts` in engine/pipelined.py says.
+    They come as one sum per step, in as many parts as `_tied_parts` in engine/pipelined.py says.
     """
-    count = job.micro_batches
-    if not (job.model.tie_word_embeddings and stage.has_embedding) or job.layout.pipeline_parallel_size == 1:
+    is_tied = job.model.tie_word_embeddings and stage.has_embedding and not stage.has_head
+    if not is_tied or job.trains_adapters:
         return 0
-    if job.trains_adapters:
-        return 0
-    times = count if stage.has_head else {"fp32": 1, "bf16": 3, "fp16": count + 1}[job.dtype]
+    times = {"fp32": 1, "bf16": 3, "fp16": job.micro_batches + 1}[job.dtype]
     return times * embedding_parameters(job.model, job.layout.tensor_parallel_size) * BYTES[job.reduction_dtype]
 
 

@@ -144,7 +144,7 @@ def test_advice_counts_processes_and_the_copy_of_checkpoints(tiny: dict[str, Any
 
 def test_a_large_gradient_bucket_is_named(tiny: dict[str, Any]) -> None:
     """On a GPU it is allocated whole, however few gradients there are."""
-    config = config_of(tiny, data_parallel_size=2, zero_stage=2, gradient_bucket_size=2_000_000_000)
+    config = config_of(tiny, data_parallel_size=2, zero_stage=3, gradient_bucket_size=2_000_000_000)
     enough = forecast_of(config.with_resolved({BUCKET: SMALL_BUCKET}), 2, 1, CUDA).needed
     found = forecast_of(config, 2, round(1.5 * enough), CUDA)
     h100 = cluster_of(ClusterFile(accelerator="H100", nodes=1, accelerators_per_node=2), "one")

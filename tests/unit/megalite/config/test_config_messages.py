@@ -44,10 +44,6 @@ BAD_OVERRIDES = [
         "optimizer.name=muon parallel.zero_stage=3",
         ["optimizer.name muon needs whole matrices", "parallel.zero_stage 3", "use zero_stage 1 or 2"],
     ),
-    (
-        "optimizer.name=muon parallel.zero_stage=2 parallel.pipeline_parallel_size=2",
-        ["optimizer.name muon with parallel.zero_stage 2", "parallel.pipeline_parallel_size 2", "use zero_stage 1"],
-    ),
     ("optimizer.name=muon offload.optimizer=cpu", ["optimizer.name muon", "set offload.optimizer none"]),
     (
         "optimizer.moments_dtype=bf16 optimizer.betas=[0.9,0.999]",
@@ -249,6 +245,10 @@ BAD_OVERRIDES = [
     ("deepspeed.communication_data_type=fp32", ["set precision.gradient_reduction_dtype"]),
     (
         "parallel.zero_stage=2 deepspeed.zero_optimization.reduce_scatter=true",
+        ["reduce_scatter has no effect with parallel.zero_stage 2", "summed by megalite", "remove it"],
+    ),
+    (
+        "parallel.zero_stage=2 offload.optimizer=cpu deepspeed.zero_optimization.reduce_scatter=true",
         ["reduce_scatter true", "divide gradients in bf16 before it sums them in fp32", "remove it"],
     ),
     # DeepSpeed's own options

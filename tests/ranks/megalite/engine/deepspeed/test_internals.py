@@ -332,7 +332,7 @@ def test_deepspeeds_throughput_timer_would_wait_for_the_device_at_every_forward(
 
 
 def _fp16_engine(rank: int) -> dict[str, Any]:
-    fp16 = Config.model_validate(Case(zero=2).config().model_dump() | {"precision": {"dtype": "fp16"}})
+    fp16 = Config.model_validate(Case(zero=3).config().model_dump() | {"precision": {"dtype": "fp16"}})
     optimizer = build_engine(decoder_layers(fp16.model), fp16, resolve_layout(fp16, 1, "cpu")).deepspeed.optimizer
     before = scale_seams.loss_scaler_state(optimizer)
     scale_seams.set_loss_scaler_state(optimizer, {name: value + 1 for name, value in before.items()})

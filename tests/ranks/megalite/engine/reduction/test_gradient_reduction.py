@@ -1,4 +1,4 @@
-"""The mean gradient that ZeRO-1 steps on: its value, when it is reduced, its norm, and what a wrong one would show.
+"""The mean gradient of ZeRO-1 and ZeRO-2: its value, when it is reduced, its norm, and what a wrong one would show.
 
 The reference is float64 on one process: the means of gradients as the ranks computed them, and torch's own AdamW and
 SGD behind torch's own clipping. Buckets are so small that a model has many.
@@ -125,9 +125,16 @@ CASES = [
     Case(dp=2, dtype="bf16", accumulation=3, **SGD),
     Case(dp=2, dtype="bf16", reduction="bf16", **SGD),
     Case(dp=2, accumulation=2, steps=4, model=EXPERTS, **SGD),
+    Case(dp=2, zero=2, accumulation=3, model=TIED),
+    Case(dp=2, zero=2, dtype="bf16", reduction="bf16", accumulation=3, **SGD),
 ]
-OF_THREE = [Case(dp=3, dtype="bf16", model=EXPERTS), Case(dp=3, **SGD)]
+OF_THREE = [
+    Case(dp=3, dtype="bf16", model=EXPERTS),
+    Case(dp=3, **SGD),
+    Case(dp=3, zero=2, dtype="bf16", accumulation=2, model=EXPERTS),
+]
 OF_FOUR = [
+    Case(tp=2, dp=2, zero=2, accumulation=2, sequence_parallel=True, sequence=34),
     Case(tp=2, dp=2, dtype="bf16", sequence_parallel=True, sequence=34),
     Case(tp=2, dp=2, accumulation=2, **SGD),
     Case(dp=4, dtype="bf16", **SGD),
@@ -199,14 +206,15 @@ def test_reductions_begin_while_the_last_backward_runs() -> None:
 class _Alone:
     """A reducer of three parameters in three buckets, without an engine."""
 
-    def __init__(self, rank: int, world_size: int, wire: torch.dtype = torch.float32) -> None:
+    def __init__(self, rank: int, world_size: int, wire: torch.dtype = torch.float32, in_rounds: bool = False) -> None:
         self.parameters = [nn.Parameter(torch.zeros(size)) for size in (5, 7, 3)]
-        buckets = [
+        self.buckets = buckets = [
             Bucket([Slice(parameter, 0)], -(-parameter.numel() // world_size) * world_size, torch.float32)
             for parameter in self.parameters
         ]
         self.activity = Activity(Mesh(data_parallel_size=world_size), rank)
-        self.reducer = GradientReducer(buckets, self.parameters, dist.group.WORLD, wire, self.activity)  # type: ignore[arg-type]
+        group: Any = dist.group.WORLD
+        self.reducer = GradientReducer(buckets, self.parameters, group, wire, self.activity, in_rounds=in_rounds)
 
     def backward(self, *factors: float) -> None:
         """One backward pass that gives parameter k the gradient `factors[k]`, and none where that is 0."""
@@ -250,6 +258,32 @@ def test_what_comes_late_and_what_comes_from_elsewhere_is_waited_for() -> None:
         assert seen["first"] == [[2.0] * 5, [4.0] * 7, [8.0] * 3]
         assert (seen["early"], seen["late"]) == (2, 3)
         assert seen["second"] == [[4.0] * 5, [1.0] * 7, [1.0] * 3]
+
+
+def _rounds(rank: int) -> dict[str, Any]:
+    """Three micro-batches of ZeRO-2. Rank 1 has the last parameter's gradients of two of them behind the others'."""
+    alone = _Alone(rank, 3, in_rounds=True)
+    alone.begin(3)
+    passes = [(1.0, 2.0, 4.0), (3.0, 5.0, 7.0), (9.0, 11.0, 13.0)]
+    begun, held = [], []
+    for first, second, third in passes:
+        alone.backward(first, second, third if rank != 1 or not begun else 0.0)
+        begun.append(_begun(alone.activity))
+        held.append(sum(bucket.sums is not None for bucket in alone.buckets))
+    for factor in (7.0, 13.0) if rank == 1 else ():
+        alone.backward(0.0, 0.0, factor)
+    lengths = [0 if bucket.partition is None else len(bucket.partition) for bucket in alone.buckets]
+    return {"begun": begun, "held": held, "lengths": lengths, "means": alone.means(), "all": _begun(alone.activity)}
+
+
+def test_zero_2_keeps_partitions_alone_and_takes_gradients_ahead_of_their_round() -> None:
+    """A flat sum lives until its bucket is on the wire; where a bucket waits, those before it may hold two rounds, and
+    the next one then holds nothing of them."""
+    for rank, seen in enumerate(run_ranks(_rounds, 3)):
+        assert seen["means"] == [[13.0] * 5, [18.0] * 7, [24.0] * 3]
+        assert seen["begun"] == ([3, 3, 3] if rank == 1 else [3, 6, 9]) and seen["all"] == 9
+        assert seen["held"] == ([0, 2, 2] if rank == 1 else [0, 0, 0])
+        assert seen["lengths"] == [2, 3, 1]  # a third of each
 
 
 def _too_many(rank: int, last: float) -> str:

@@ -15,7 +15,6 @@ import pytest
 from megalite.config import Config, ConfigError, load_config, resolve_layout
 from megalite.config.rules.known_bad import KNOWN_BAD, Device, KnownBad, check_known_bad, installed_versions, matching
 from megalite.config.rules.rules import OF_DEEPSPEEDS_REDUCTION
-from megalite.engine.deepspeed.config import deepspeed_config
 
 QUICKSTART = Path(__file__).parents[5] / "configs" / "quickstart.yaml"
 MODEL = {
@@ -80,14 +79,6 @@ CASES = {
         deepspeed("0.19.5"),
         [zero(2), zero(2, offload_optimizer=None), zero(2, offload_optimizer={"device": "none"})],
         ["offload.optimizer cpu", "managed_gradient_accumulation", "the start fails"],
-    ),
-    "DeepSpeed#8382": Case(
-        zero(2, contiguous_gradients=False),
-        deepspeed("0.19.4", "0.19.7"),
-        deepspeed("0.19.8"),
-        [{}, zero(3), zero(2), {"precision": {"dtype": "fp32"}} | zero(1, contiguous_gradients=False)],
-        ["2 replicas", "contiguous_gradients to true"],
-        device="cpu",
     ),
     "DeepSpeed#7898": Case(
         zero(3),
@@ -202,17 +193,6 @@ def test_a_window_shorter_than_the_sequence_is_a_mask_too() -> None:
     assert "model.sliding_window 64" in row.sentence(config, layout, {"torch": "2.13.0"})
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("theirs", [{}, {"contiguous_gradients": True}, {"contiguous_gradients": False}], ids=str)
-def test_the_table_knows_what_deepspeed_is_told_about_contiguous_gradients(stage: int, theirs: dict[str, bool]) -> None:
-    """megalite/config cannot ask megalite/engine; a row would miss runs, or refuse good ones, if the two parted."""
-    config = CASES["DeepSpeed#8382"].config(zero(stage, **theirs) | {"precision": {"dtype": "fp32"}})
-    layout = resolve_layout(config, 2, "cpu")
-    told = deepspeed_config(config, layout)["zero_optimization"]["contiguous_gradients"]
-    threads = [row.thread for row in matching(config, layout, {"deepspeed": "0.19.7"}, "cpu")]
-    assert ("DeepSpeed#8382" in threads) == (stage == 2 and not told)
-
-
 def test_several_rows_are_one_line_with_their_number() -> None:
     config = CASES["DeepSpeed#8225"].config()
     with pytest.raises(ConfigError, match=r"DeepSpeed#8203.*\(and 1 more\)$"):
@@ -263,21 +243,10 @@ RULES = {
 @pytest.mark.parametrize("name", RULES)
 def test_what_no_version_can_do_is_refused(name: str) -> None:
     bad, good = RULES[name]
-    case = CASES["DeepSpeed#8382"]
+    case = CASES["DeepSpeed#7898"]
     with pytest.raises(ValueError, match=name):
         resolve_layout(case.config({"deepspeed": bad}), 2, "cpu")
     resolve_layout(case.config({"deepspeed": good}), 2, "cpu")
-
-
-def test_zero_2_sums_gradients_on_a_stream_of_their_own_only_where_it_keeps_them() -> None:
-    """tests/ranks/megalite/engine/test_deepspeed_accumulation.py holds that it keeps them where it offloads alone."""
-    case = CASES["DeepSpeed#8382"]
-    config = case.config(zero(2, overlap_comm=True))
-    with pytest.raises(ValueError, match="gradient_bucket_size numbers while it is being summed"):
-        resolve_layout(config, 2, "cuda")
-    resolve_layout(config, 2, "cpu")
-    for kept in (zero(2, overlap_comm=True) | OFFLOADED, zero(2, overlap_comm=False), zero(3, overlap_comm=True)):
-        resolve_layout(case.config(kept), 2, "cuda")
 
 
 def test_the_documentation_shows_the_table() -> None:

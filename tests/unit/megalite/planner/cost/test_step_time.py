@@ -271,17 +271,13 @@ def test_ranks_on_a_cpu_hide_nothing() -> None:
     assert step_time(job, nodes_of(8, "H100")).hidden_s > 0
 
 
-@pytest.mark.parametrize(
-    ("schedule", "chunks", "passes"),
-    [("1f1b", 1, 1), ("interleaved", 2, 2), ("zero-bubble", 1, 2), ("zb-v", 2, 4)],  # that hand gradients over
-)
-def test_zero_2_reduces_after_every_pass_of_a_pipeline(schedule: Any, chunks: int, passes: int) -> None:
+def test_offloaded_zero_2_reduces_after_every_pass_of_a_pipeline() -> None:
     """2 (n - 1) messages in each of the all-reduces, and n - 1 in the gather of weights, beside the bytes."""
-    layout = ParallelLayout(1, 2, 4, chunks, zero_stage=2, micro_batch_size=1, pipeline_schedule=schedule)
-    job, cluster = TrainingWorkload(SMALL, layout, 512, 64), nodes_of(8, "A100-80GB")
+    layout = ParallelLayout(1, 2, 4, zero_stage=2, micro_batch_size=1)
+    job, cluster = TrainingWorkload(SMALL, layout, 512, 64, offloads_optimizer=True), nodes_of(8, "A100-80GB")
     largest = max(stages_of_job(job), key=lambda stage: stage.parameters)
     ring, moved = data_ring(layout, cluster), data_moved(job, largest)
-    expected_s = moved.per_link(4) / ring.bytes_per_s + (16 * passes * 2 * 3 + 3) * ring.latency_s
+    expected_s = moved.per_link(4) / ring.bytes_per_s + (16 * 2 * 3 + 3) * ring.latency_s
     assert step_time(job, cluster).parts["replicas"] == pytest.approx(expected_s, rel=1e-9)
 
 
@@ -336,7 +332,7 @@ def test_the_optimizer_moves_what_it_updates(optimizer: Any, size: int) -> None:
 
 
 def test_hosts_of_small_models_set_the_pace() -> None:
-    """One token: a block's three passes of 300 us, more hooks with a higher ZeRO stage, more launches with experts, and
+    """One token: a block's three passes of 300 us, more hooks where DeepSpeed reduces, more launches with experts, and
     with each of them where they are no single kernel."""
     cluster = nodes_of(8, "H100")
 
@@ -345,7 +341,7 @@ def test_hosts_of_small_models_set_the_pace() -> None:
         return sum(stage.forward_s + stage.backward_s for stage in time.stages)
 
     base = 6 * 3 * 300e-6
-    assert [seconds(SMALL, zero) / base for zero in (1, 2, 3)] == pytest.approx([1.0, 1.4, 4.4], rel=0.02)
+    assert [seconds(SMALL, zero) / base for zero in (1, 2, 3)] == pytest.approx([1.0, 1.0, 4.4], rel=0.02)
     experts = swiglu(model_type="mixtral", num_experts=8, moe_intermediate_size=96)
     assert seconds(experts, 1) / base == pytest.approx(2.0, rel=0.02)
     assert seconds(experts, 1, "fp16") / base == pytest.approx(2.8, rel=0.02)
