@@ -21,9 +21,9 @@ from megalite.config import Config, ResolvedLayout
 from megalite.config.batch_stages import BatchShape, shapes_of
 from megalite.engine.batch_transfer import BatchTransfer, DeviceBatch, MicroBatch
 from megalite.engine.deepspeed.internals import flat_groups, quiet_stdout
-from megalite.engine.deepspeed.loss_scale import current_loss_scale, loss_scaler_tensor
+from megalite.engine.deepspeed.loss_scale import loss_scaler_tensor
 from megalite.engine.deepspeed.process_groups import Grid, tensor_parallel_of
-from megalite.engine.deepspeed.step import set_batch_size
+from megalite.engine.deepspeed.step import current_loss_scale, set_batch_size
 from megalite.engine.initialization import initialize
 from megalite.engine.optimizers.muon import Muon
 from megalite.engine.reduction.gradient_reduction import GradientReducer
@@ -196,7 +196,8 @@ class Engine(ABC):
             group["lr"] = learning_rate
         weight = self._token_weight(micro_batches)
         self._weigh_balance_losses()
-        loss_scaler = loss_scaler_tensor(self.deepspeed.optimizer)  # which the step moves
+        is_scaled, optimizer = self.config.precision.dtype == "fp16", self.deepspeed.optimizer
+        loss_scaler = loss_scaler_tensor(optimizer) if is_scaled else None  # which the step moves
         for participant in self._participants:
             participant.begin_step(micro_batches)
         self.reduction.begin(self.micro_batches)

@@ -30,8 +30,7 @@ from megalite.engine.deepspeed.internals import (
     owned_fp32_values,
     unreplicated_partition,
 )
-from megalite.engine.deepspeed.loss_scale import current_loss_scale
-from megalite.engine.deepspeed.step import flat_partitions
+from megalite.engine.deepspeed.step import current_loss_scale, flat_partitions
 from megalite.engine.engine import Engine
 from megalite.engine.optimizers.adamw import CompactAdamW
 from megalite.engine.optimizers.build import MOMENTS

@@ -228,6 +228,8 @@ class _TrainingRun:
             "skipped": not begun.result.taken,
             "skipped_steps": state.skipped_steps,
         }
+        if numbers.loss_scale is not None:
+            record["loss_scale"] = numbers.loss_scale
         if self._config.training.stages:
             record = record | {"global_batch_size": shape.global_batch_size, "sequence_length": shape.sequence_length}
         self._source_losses.add(begun.result)

@@ -58,6 +58,7 @@ class Case:
     clipping: float = 1.0
     router: dict[str, float] = field(default_factory=dict)  # the section training.router
     adapter: dict[str, Any] = field(default_factory=dict)  # the section
+    fp16: dict[str, float] = field(default_factory=dict)  # the section deepspeed.fp16
     zero_options: dict[str, Any] | None = None  # of deepspeed.zero_optimization; None: as below
 
     @property
@@ -110,7 +111,7 @@ class Case:
                 "offload": self.offload,
                 "performance": {"compile": self.compile},
                 # by default ZeRO-3 leaves parameters this small whole
-                "deepspeed": {"zero_optimization": self._zero_options()},
+                "deepspeed": {"zero_optimization": self._zero_options(), **({"fp16": self.fp16} if self.fp16 else {})},
             }
         )
 

@@ -29,6 +29,9 @@ def tiles_of(found: RunFindings) -> dict[str, str]:
     }
     if found.history.has("tokens_seen"):
         tiles["tokens seen"] = count(float(np.nanmax(found.history.column("tokens_seen"))))
+    skipped = float(np.nan_to_num(found.history.column("skipped_steps")).max(initial=0.0))
+    if skipped and status.step:
+        tiles["steps skipped"] = f"{skipped:,.0f} ({percent(skipped / status.step)})"
     if status.model_flops_utilization is not None:  # unknown on a CPU
         tiles["MFU"] = percent(status.model_flops_utilization)
     if status.left_s is not None:

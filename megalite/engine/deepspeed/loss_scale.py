@@ -64,12 +64,6 @@ def keep_loss_scale_on_device(engine: Any) -> None:
         engine.optimizer.loss_scaler = DeviceLossScaler(scaler, engine.device)
 
 
-def current_loss_scale(optimizer: Any) -> Tensor | float:
-    """Returns the factor on the gradients of the current step, on the device if it is kept there: 1 without fp16."""
-    scale: Tensor | float = getattr(optimizer, "loss_scale", 1.0)  # BF16_Optimizer has none
-    return scale if isinstance(scale, Tensor) else float(scale)
-
-
 def loss_scaler_tensor(optimizer: Any) -> Tensor | None:
     """Returns `FIELDS` of fp16's dynamic loss scale, float64, without waiting for a device; None for other precisions.
 

@@ -52,13 +52,23 @@ def set_batch_size(engine: Any, global_batch_size: int, micro_batch_size: int) -
 
 
 def clear_gradient_partitions(optimizer: Any) -> None:
-    """Clears ZeRO-3's gradients before a step.
+    """Clears what a step before may have left of its gradients, to which the next one would add.
 
     `partition_grads` (runtime/zero/stage3.py) overwrites gradients in the first backward of a step and adds to them in
-    the others: a parameter that the first one does not touch would keep the gradient of the step before.
+    the others: a parameter that the first one does not touch would keep the gradient of the step before. The fp32 sums
+    of an offloaded optimizer (runtime/zero/stage_1_and_2.py) are dropped by a step that is taken, not by one that
+    overflows, and no step after it would be finite.
     """
+    if getattr(optimizer, "cpu_offload", False):
+        optimizer.averaged_gradients = dict.fromkeys(optimizer.averaged_gradients)
     for partition in getattr(optimizer, "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition", {}).values():
         partition.zero_()
+
+
+def current_loss_scale(optimizer: Any) -> torch.Tensor | float:
+    """Returns the factor on the gradients of the current step, on the device if it is kept there: 1 without fp16."""
+    scale: torch.Tensor | float = getattr(optimizer, "loss_scale", 1.0)  # BF16_Optimizer has none
+    return scale if isinstance(scale, torch.Tensor) else float(scale)
 
 
 def takes_step(optimizer: Any, norm: torch.Tensor, norm_on_host: float) -> bool:

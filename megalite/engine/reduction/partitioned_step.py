@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from megalite.config import Config
 from megalite.engine.deepspeed.internals import take_over_reduction
-from megalite.engine.deepspeed.loss_scale import current_loss_scale, keep_loss_scale_on_device
-from megalite.engine.deepspeed.step import flat_partitions
+from megalite.engine.deepspeed.loss_scale import keep_loss_scale_on_device
+from megalite.engine.deepspeed.step import current_loss_scale, flat_partitions
 from megalite.engine.reduction.gradient_reduction import Bucket, GradientReducer, Slice
 from megalite.engine.stages import TORCH_DTYPES
 from megalite.engine.step_decision import StepDecision

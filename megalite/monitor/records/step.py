@@ -48,6 +48,11 @@ class StepRecord(TypedDict, total=False):
         FieldCurve("Learning rate", "per step", 2, has_band=False),
         MetricFamily("megalite_learning_rate", "gauge", "Learning rate of the last step."),
     ]
+    loss_scale: Annotated[
+        float,
+        FieldCurve("Loss scale", "fp16", 3, is_logarithmic=True, has_band=False, is_compared=False),
+        MetricFamily("megalite_loss_scale", "gauge", "Factor on the loss of the last step, in fp16."),
+    ]
     tokens_seen: int
     samples: list[int]
     tokens_per_second: Annotated[float, FieldCurve("Speed", "tokens/s", 0)]

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from megalite.engine.deepspeed.loss_scale import (
     FIELDS,
     can_fall,
-    current_loss_scale,
     keep_loss_scale_on_device,
     loss_scaler_state,
     loss_scaler_tensor,
     set_loss_scaler_state,
     stay_at_smallest_loss_scale,
 )
+from megalite.engine.deepspeed.step import current_loss_scale
 
 
 def _optimizer(**rules: Any) -> Any:

@@ -94,7 +94,7 @@ def watched(tiny: dict[str, Any]) -> Iterator[Watched]:
 
 def test_a_scrape_is_clean_in_both_formats(watched: Watched) -> None:
     """No `_created` series, which would double the number of counters; and names as Prometheus wants them."""
-    watched.step(1, evaluation_loss=3.5, model_flops_utilization=0.4, source_losses={"web": 2.5})
+    watched.step(1, evaluation_loss=3.5, model_flops_utilization=0.4, loss_scale=2.0, source_losses={"web": 2.5})
     watched.exporter.on_checkpoint(Saved(1, Path("x"), None, 0.1, 0.2, 3), "")
     watched.exporter.on_checkpoint(Saved(2, Path("x"), None, 0.1, 0.2, 3), "")
     text, kind = watched.scrape()
