@@ -1,4 +1,4 @@
-"""What a device that is not there has been asked for."""
+"""What a device that is not there has been asked for, and how it behaves."""
 
 from __future__ import annotations
 
@@ -36,3 +36,8 @@ def counts_now() -> Counts:
     numbers = (ctypes.c_uint64 * len(Counts.__annotations__))()
     ctypes.CDLL(None).stand_in_counts(numbers)
     return Counts(*numbers)
+
+
+def change_setting(name: str, value: float) -> None:
+    """Changes a variable of the stand-in in a process that may have read it."""
+    ctypes.CDLL(None).stand_in_set(name.encode(), ctypes.c_double(value))

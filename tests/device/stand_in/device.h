@@ -33,7 +33,8 @@ enum count {
 void count(enum count what);
 void say(const char *format, ...) __attribute__((format(printf, 1, 2)));
 void give_up(const char *format, ...) __attribute__((format(printf, 1, 2), noreturn));
-double setting(const char *name, double otherwise);
+enum setting_name { DEVICES, CAPABILITY, GIBIBYTES, PATIENCE, CONNECTIONS };
+double setting(enum setting_name name);
 
 /* memory.c: ranges of a device's and of pinned memory */
 enum place { PAGEABLE, PINNED, ON_DEVICE };
@@ -83,7 +84,5 @@ uint32_t *doorbell(void); /* rung whenever a rank may find that it can go on */
 void ring(void);
 void wait_for_ring(uint32_t seen, double seconds);
 void *shared_file(const char *name, size_t size);
-int device_count(void);
-int capability(void); /* 80 for 8.0 */
 
 #endif

@@ -15,7 +15,7 @@ static char context, module, function;
 
 EXPORTED CUresult cuInit(unsigned flags)
 {
-    return device_count() ? CUDA_SUCCESS : CUDA_ERROR_NO_DEVICE;
+    return (int)setting(DEVICES) ? CUDA_SUCCESS : CUDA_ERROR_NO_DEVICE;
 }
 
 EXPORTED CUresult cuGetErrorString(CUresult error, const char **text)
@@ -37,7 +37,7 @@ EXPORTED CUresult cuDriverGetVersion(int *version)
 
 EXPORTED CUresult cuDeviceGetCount(int *devices)
 {
-    *devices = device_count();
+    *devices = (int)setting(DEVICES);
     return CUDA_SUCCESS;
 }
 
@@ -209,7 +209,7 @@ EXPORTED cudaError_t cudaGetDriverEntryPointByVersion(
     return cudaSuccess;
 }
 
-/* NVML, as far as torch counts devices with it, which leaves a process free to fork. Its numbers of errors are CUDA's. */
+/* NVML: torch counts devices with it, which leaves a process free to fork, and asks who holds memory that is lacking. */
 EXPORTED int nvmlInit(void)
 {
     return 0;
@@ -219,3 +219,26 @@ EXPORTED int nvmlDeviceGetCount_v2(int *devices)
 {
     return (int)cuDeviceGetCount(devices);
 }
+
+EXPORTED int nvmlInit_v2(void)
+{
+    return 0;
+}
+
+EXPORTED int nvmlDeviceGetHandleByPciBusId_v2(const char *bus, void **device)
+{
+    *device = NULL;
+    return 0;
+}
+
+EXPORTED int nvmlDeviceGetComputeRunningProcesses(void *device, unsigned *many, void *processes)
+{
+    *many = 0;
+    return 0;
+}
+
+#define NOT_SUPPORTED(name) EXPORTED int name(void) { return 3; }
+NOT_SUPPORTED(nvmlDeviceGetNvLinkRemoteDeviceType)
+NOT_SUPPORTED(nvmlDeviceGetNvLinkRemotePciInfo_v2)
+NOT_SUPPORTED(nvmlDeviceGetGpuFabricInfoV)
+NOT_SUPPORTED(nvmlSystemGetCudaDriverVersion_v2)

@@ -23,7 +23,7 @@ static pthread_mutex_t guard = PTHREAD_MUTEX_INITIALIZER;
 
 size_t memory_of_device(void)
 {
-    return (size_t)(setting("STAND_IN_GIB", 80) * (1ul << 30));
+    return (size_t)(setting(GIBIBYTES) * (1ul << 30));
 }
 
 /* Gives pages back to the system, of which they come zeroed when they are next used. */

@@ -89,7 +89,7 @@ static void wait_for_members(struct communicator *in, bool (*is_there)(struct me
             i++;
             continue;
         }
-        if (time(NULL) - begun > setting("STAND_IN_PATIENCE_S", 120))
+        if (time(NULL) - begun > setting(PATIENCE))
             give_up("member %d of communicator %s has not come: %s", i, in->name, what);
         wait_for_ring(seen, 0.2);
     }

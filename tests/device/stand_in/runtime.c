@@ -21,6 +21,11 @@ static cudaError_t result(cudaError_t error)
 }
 
 /* devices */
+static int capability(void)
+{
+    return (int)setting(CAPABILITY);
+}
+
 static const char *name_of_device(void)
 {
     switch (capability()) {
@@ -39,7 +44,7 @@ static int shared_memory_of_block(void)
 
 EXPORTED cudaError_t cudaGetDeviceCount(int *devices)
 {
-    *devices = device_count();
+    *devices = (int)setting(DEVICES);
     return result(*devices ? cudaSuccess : cudaErrorNoDevice);
 }
 
@@ -51,7 +56,7 @@ EXPORTED cudaError_t cudaGetDevice(int *device)
 
 EXPORTED cudaError_t cudaSetDevice(int device)
 {
-    if (device < 0 || device >= device_count())
+    if (device < 0 || device >= (int)setting(DEVICES))
         return result(cudaErrorInvalidDevice);
     choose_device(device);
     return cudaSuccess;

@@ -33,7 +33,6 @@ struct operation {
 
 struct stream {
     int number, device;
-    unsigned connection;
     uint64_t enqueued, ended; /* operations so far */
     struct operation *first, *last;
     struct stream *next;
@@ -45,7 +44,7 @@ static struct stream *streams, *of_device[MOST_DEVICES];
 static uint64_t last_order;
 static int streams_made;
 static bool is_running;
-static double patience, last_move;
+static double last_move;
 static __thread int chosen_device;
 
 static double now(void)
@@ -68,15 +67,19 @@ void choose_device(int device)
 struct stream *make_stream(void)
 {
     struct stream *stream = calloc(1, sizeof *stream);
-    unsigned connections = (unsigned)setting("CUDA_DEVICE_MAX_CONNECTIONS", 0);
     pthread_mutex_lock(&lock);
     stream->number = streams_made++;
     stream->device = chosen_device;
-    stream->connection = connections ? stream->number % connections : (unsigned)stream->number;
     stream->next = streams;
     streams = stream;
     pthread_mutex_unlock(&lock);
     return stream;
+}
+
+static int connection_of(const struct stream *stream)
+{
+    int connections = (int)setting(CONNECTIONS);
+    return connections ? stream->number % connections : stream->number;
 }
 
 /* The stream of a handle; that of NULL and of the constants for it is the device's own. */
@@ -102,7 +105,7 @@ bool has_happened(const struct event *event)
 static bool may_start(const struct stream *stream, const struct operation *operation)
 {
     for (struct stream *other = streams; other; other = other->next)
-        if (other != stream && other->connection == stream->connection)
+        if (other->first && other != stream && connection_of(other) == connection_of(stream))
             for (struct operation *earlier = other->first; earlier; earlier = earlier->next)
                 if (!earlier->has_started && earlier->order < operation->order)
                     return false;
@@ -170,15 +173,15 @@ static void describe(const struct stream *stream, char *text, size_t size)
     char what[1024] = "";
     if (first->kind == SHARED && (first->has_started || first->work->may_start(first->work)))
         first->work->describe(first->work, what, sizeof what);
-    else if (first->kind == WAIT)
+    else if (first->kind == WAIT && !has_happened(&first->event))
         snprintf(what, sizeof what, "waits for stream %d", first->event.stream->number);
     if (!*what)
-        snprintf(what, sizeof what, "waits for its turn in connection %u", stream->connection);
+        snprintf(what, sizeof what, "waits for its turn in connection %d", connection_of(stream));
     snprintf(text, size, "stream %d %s, %llu operations behind it", stream->number, what,
              (unsigned long long)(stream->enqueued - stream->ended - first->steps));
 }
 
-static void give_up_waiting(void)
+static void give_up_waiting(double patience)
 {
     for (struct stream *stream = streams; stream; stream = stream->next)
         if (stream->first) {
@@ -186,7 +189,7 @@ static void give_up_waiting(void)
             describe(stream, text, sizeof text);
             say("%s", text);
         }
-    give_up("nothing has moved for %g s: this step hangs", patience);
+    give_up("nothing has moved for %.0f s: this step hangs", patience);
 }
 
 static void *device(void *unused)
@@ -208,8 +211,8 @@ static void *device(void *unused)
             last_move = now();
             continue;
         }
-        if (now() - last_move > patience)
-            give_up_waiting();
+        if (now() - last_move > setting(PATIENCE))
+            give_up_waiting(now() - last_move);
         pthread_mutex_unlock(&lock);
         wait_for_ring(seen, 0.2);
         pthread_mutex_lock(&lock);
@@ -251,7 +254,6 @@ static void enqueue(struct stream *stream, struct operation operation)
     if (!is_running) {
         pthread_t thread;
         is_running = true;
-        patience = setting("STAND_IN_PATIENCE_S", 120);
         pthread_create(&thread, NULL, device, NULL);
         pthread_detach(thread);
     }
