@@ -158,6 +158,7 @@ class PartStore:
         for ours, is_other in ((self.folder, is_file), (path, path.is_dir()), (self._workers, self._workers.is_dir())):
             if ours.is_symlink() or is_other:
                 raise DataError(f"{ours} is nothing that prepare makes: remove it, or choose another output")
+        missing = [parent for parent in self.folder.parents if not parent.exists()]  # innermost first
         make_folder(self.folder)
         with os.fdopen(_open_lock(path), "rb") as lock:
             try:
@@ -171,6 +172,9 @@ class PartStore:
             finally:
                 if not any(self.folder.glob("part-*.npz")):
                     self.remove()
+                    with suppress(OSError):  # they hold what has been prepared
+                        for parent in missing:
+                            parent.rmdir()
 
     def hold_as_worker(self) -> None:
         """Keeps later runs waiting until this process has ended: a worker outlives a killed parent for a moment."""
@@ -180,15 +184,14 @@ class PartStore:
         """Deletes the parts of another job that was never finished; returns their number. Call it while locked."""
         self._wait_for_workers()
         is_ours = self._belongs()
-        foreign = 0 if is_ours else len(list(self.folder.glob("part-*.npz")))
+        foreign = [] if is_ours else list(self.folder.glob("part-*.npz"))
         for file in self.folder.glob(".part-*.tmp"):
             file.unlink()
         if not is_ours:
-            complete, others = self.folder.glob("part-*.npz"), self.folder.glob("part-*.bin")
-            for file in (self._counts, *complete, *others):  # what marks a part as complete goes first
+            for file in (self._counts, *foreign, *self.folder.glob("part-*.bin")):  # what completes a part goes first
                 file.unlink(missing_ok=True)
         write_atomically(self.journal, json.dumps({"job_sha256": self.job_sha256}).encode())
-        return foreign
+        return len(foreign)
 
     def _wait_for_workers(self) -> None:
         """Waits for the workers of a run that was killed, which may still write parts."""

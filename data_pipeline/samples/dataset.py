@@ -138,8 +138,8 @@ class CorpusSamples:
             documents = sum(len(corpus) for corpus in self._corpora)
             raise DataError(
                 f"the {split} split of {first_names([str(corpus.prefix) for corpus in self._corpora])} is empty "
-                f"({documents} documents, held_out_fraction {self.held_out_fraction:g}): give more documents or change "
-                "held_out_fraction"
+                f"(documents: {documents}, held_out_fraction {self.held_out_fraction:g}): give more documents or "
+                "change data.held_out_fraction (of `megalite evaluate` --held-out-fraction)"
             )
 
     def _open_split(self, split: Split) -> int:

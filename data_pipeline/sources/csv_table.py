@@ -58,15 +58,20 @@ class CsvTable:
         with open_text(self.path, about_bytes) as stream:
             refuse_other_kind(stream, self.path)
             lines = _Lines(stream, self)
-            rows = csv.DictReader(lines, strict=True)
+            rows, began = csv.DictReader(lines, strict=True), 1
             try:
                 if rows.fieldnames is not None and self.text_field not in rows.fieldnames:
                     raise lacks_text(f"{self.path} has no column", self.text_field, list(rows.fieldnames))
                 check_no_twin(str(self.path), self.text_field, rows.fieldnames or [])
+                began = rows.reader.line_num + 1
                 for row in rows:
                     yield f"{self.path}, line {rows.reader.line_num}", row
-                    lines.row_bytes = 0
+                    lines.row_bytes, began = 0, rows.reader.line_num + 1
             except csv.Error as error:
+                if "unexpected end" in str(error):
+                    raise DataError(
+                        f"{self.path}, line {began}: a quote that is opened in this row is never closed: close it"
+                    ) from error
                 raise DataError(
                     f"{self.path}, line {rows.reader.line_num} is not CSV ({error}): write the table again"
                 ) from error

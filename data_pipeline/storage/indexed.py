@@ -164,6 +164,13 @@ class IndexedTokens:
                 if matches
                 else f"no prepared data matches the pattern {self.prefix}: there is no file {path.absolute()}"
             )
+        if self.prefix.is_file():
+            raise DataError(
+                f"{self.prefix} is a file of text, which a run does not read: `megalite prepare {self.prefix} -t "
+                "TOKENIZER -o PREFIX` makes a PREFIX of it to give"
+            )
+        if inside := sorted(str(file.with_suffix("")) for file in self.prefix.glob("*.idx")):
+            raise DataError(f"{self.prefix} is a folder of prepared data: give a prefix, such as {first_names(inside)}")
         start = "" if path.is_absolute() else " (relative paths start from the working directory)"
         raise DataError(
             f"token file {path.absolute()} does not exist{nearest(self.prefix, '.idx')}{start}: give the prefix of a "

@@ -115,24 +115,8 @@ app.add_typer(data_app, name="data")
 app.add_typer(plan_app, name="plan")
 app.command("import")(import_)
 for command in (
-    export,
-    generate,
-    evaluate,
-    k8s,
-    launch,
-    doctor,
-    slurm,
-    place,
-    prepare,
-    ray,
-    status,
-    ls,
-    trace,
-    report,
-    watch,
-    compare,
-    bench,
-    scaling,
+    *(export, generate, evaluate, k8s, launch, doctor, slurm, place, prepare, ray, status, ls, trace, report, watch),
+    *(compare, bench, scaling),
 ):
     app.command()(command)
 

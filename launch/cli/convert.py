@@ -19,6 +19,9 @@ from launch.errors import INTERRUPTED_CODE, LaunchError
 from launch.output import check_local, loading, print_json, progress_bar
 from launch.runtime.logs import get_logger
 from launch.runtime.printing import say
+from megalite.checkpoint.errors import CheckpointError
+from megalite.checkpoint.huggingface.json_files import ADAPTER, CONFIG
+from megalite.checkpoint.manifest import MANIFEST, find_latest, no_checkpoint
 
 if TYPE_CHECKING:
     from launch.conversion.huggingface.progress import ConversionPlan, ConvertSummary
@@ -61,10 +64,16 @@ def import_(
 
     Example: `megalite import ./Llama-3.2-1B runs/llama-1b/start`
     """
+    from launch.conversion.huggingface.hub_folder import is_hub_id
+    from megalite.checkpoint.atomic_folder import check_replaceable
+
+    check_local(checkpoint, COPY)
+    check_replaceable(checkpoint.resolve(), overwrite, MANIFEST)
+    if not is_hub_id(hf_dir) and not Path(hf_dir).exists():
+        raise CheckpointError(f"{hf_dir}: there is no such folder")
     with loading("PyTorch and transformers"):
         from launch.conversion.huggingface.importing import import_hugging_face, plan_import
 
-    check_local(checkpoint, COPY)
     kept = None if dtype is None else dtype.value
     if dry_run:
         _print_plan(plan_import(hf_dir, checkpoint, dtype=kept, overwrite=overwrite), "import", as_json)
@@ -98,10 +107,14 @@ def export(
 
     Example: `megalite export runs/quickstart runs/quickstart/hf`
     """
-    with loading("PyTorch and transformers"):
-        from launch.conversion.huggingface.exporting import export_hugging_face, plan_export
+    from megalite.checkpoint.atomic_folder import check_replaceable
 
     check_local(hf_dir, COPY)
+    marker = next((name for name in (ADAPTER, CONFIG) if (hf_dir / name).is_file()), CONFIG)
+    check_replaceable(hf_dir.resolve(), overwrite, marker)
+    folder, unusable = find_latest(checkpoint)
+    if folder is None:
+        raise CheckpointError(unusable[0] if unusable else no_checkpoint(checkpoint))
     options: dict[str, Any] = {
         "dtype": None if dtype is None else dtype.value,
         "tokenizer": tokenizer,
@@ -109,6 +122,9 @@ def export(
         "overwrite": overwrite,
         "merge": merge,
     }
+    with loading("PyTorch and transformers"):
+        from launch.conversion.huggingface.exporting import export_hugging_face, plan_export
+
     if dry_run:
         _print_plan(plan_export(checkpoint, hf_dir, **options), "export", as_json)
         return
@@ -127,8 +143,8 @@ def parse_size(text: str) -> int:
     if found:
         base = 1024 if "i" in text.lower() else 1000
         size = int(float(found[1]) * base ** POWERS[found[2].lower()])
-    if size < 1:
-        raise LaunchError(f"max-shard-size {text!r} is no size of a file: give one such as 500MB or 2GB")
+    if size < 1000:
+        raise LaunchError(f"--max-shard-size {text!r} is no size of a file of weights: give one such as 500MB or 2GB")
     return size
 
 

@@ -180,7 +180,7 @@ def check(
     if as_json:
         print_json({"passed": passed, "corpora": [asdict(each) | {"prefix": str(each.prefix)} for each in found]})
     for each in found if not as_json else ():
-        documents, tokens = plural(each.document_count, "document"), f"{each.token_count:,} tokens"
+        documents, tokens = plural(each.document_count, "document"), plural(each.token_count, "token")
         counts = f"{documents}, {tokens}, the largest id {each.largest_id:,}"
         against = "" if each.has_metadata else "; it has no metadata, so its bytes were held against no digest"
         if not each.has_metadata and vocab_size is None:

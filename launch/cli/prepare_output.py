@@ -88,5 +88,5 @@ def print_summary(summary: PrepareSummary) -> None:
     if log.isEnabledFor(logging.INFO):  # not with --quiet
         say(
             f"next: megalite train CONFIG.yaml {quote(f'data.path={summary.output}')} "
-            "(`megalite config init` writes a config)"
+            "(`megalite config init` writes a config; for one with data.sources add data.sources={})"
         )

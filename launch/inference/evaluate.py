@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from data_pipeline.errors import first_names
 from data_pipeline.loader import IGNORED_TARGET
 from launch.errors import LaunchError
 from launch.inference.requests import EvaluateRequest
@@ -69,7 +70,8 @@ def evaluate(request: EvaluateRequest, loaded: Loaded, progress: Callable[[Score
     scores = [_scored(one, loaded, progress) for one in data]
     score = Score(*(sum(numbers) for numbers in zip(*map(astuple, scores), strict=True)))
     if score.tokens == 0:
-        raise LaunchError("nothing to score: no document has two tokens, and the first one has nothing to be told from")
+        where = f" in {first_names(request.text)}" if request.text else ""
+        raise LaunchError(f"nothing to score{where}: it is empty, or no document has the two tokens that a score takes")
     seconds = time.perf_counter() - started
     match data:
         case [Texts() as texts]:
@@ -129,9 +131,7 @@ def run(request: EvaluateRequest) -> int:
 def show(request: EvaluateRequest, loaded: Loaded) -> None:
     """Shows progress on a terminal and prints the result to stdout."""
     with spinner("reading", is_shown=loaded.is_rank_zero) as describe:
-        evaluation = evaluate(
-            request, loaded, lambda score: describe(f"{score.tokens:,} tokens, loss {score.mean:.4f}")
-        )
+        evaluation = evaluate(request, loaded, lambda so: describe(f"{so.tokens:,} tokens, loss {so.mean:.4f}"))
     if loaded.is_rank_zero:
         if evaluation.notice is not None:
             say(f"megalite: {evaluation.notice}", file=sys.stderr)
@@ -140,8 +140,8 @@ def show(request: EvaluateRequest, loaded: Loaded) -> None:
             return
         for one in evaluation.sets or ():
             print_result(
-                f"{one.name}: loss {one.loss:.4f}, perplexity {one.perplexity:.3f}: {one.tokens:,} tokens of "
-                f"{one.samples:,} of {one.samples_per_epoch:,} samples"
+                f"{one.name}: loss {one.loss:.4f}, perplexity {one.perplexity:.3f}: {plural(one.tokens, 'token')} of "
+                f"{one.samples:,} of {plural(one.samples_per_epoch, 'sample')}"
             )
         print_result(_sentence(evaluation))
 
@@ -152,10 +152,11 @@ def _sentence(evaluation: Evaluation) -> str:
         documents = plural(evaluation.documents, "document")
         of = f"{documents} in windows of {evaluation.sequence_length:,}, {evaluation.stride:,} apart"
     else:
-        of = f"{evaluation.samples:,} of {evaluation.samples_per_epoch:,} samples of {evaluation.sequence_length:,}"
+        samples = plural(evaluation.samples_per_epoch or 0, "sample")
+        of = f"{evaluation.samples:,} of {samples} of {evaluation.sequence_length:,}"
     return (
-        f"loss {evaluation.loss:.4f}, perplexity {evaluation.perplexity:.3f}{bits}: {evaluation.tokens:,} tokens of "
-        f"{of}, {evaluation.tokens_per_second:,.0f} tokens/s"
+        f"loss {evaluation.loss:.4f}, perplexity {evaluation.perplexity:.3f}{bits}: "
+        f"{plural(evaluation.tokens, 'token')} of {of}, {evaluation.tokens_per_second:,.0f} tokens/s"
     )
 
 

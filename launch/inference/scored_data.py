@@ -41,8 +41,6 @@ from megalite.config.sections import TrainingConfig
 LONGEST_BY_DEFAULT = 2048  # tokens, for a model that no run saved, whose context may be a million tokens
 log = get_logger(__name__)
 ANY = TypeVar("ANY", bound=Section)
-
-
 BATCH_TOKENS = 8192  # read at once, unless one row is longer
 Tokens = NDArray[np.int64]  # [batch, seq]
 Batch = tuple[Tokens, Tokens, Tokens | None]  # tokens, targets, positions where documents share a row

@@ -14,9 +14,11 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from launch.checkpoints.summary import sizes_text
+from launch.inspection.files import number
 from launch.inspection.history import Column, RunHistory
 from megalite.checkpoint.manifest import printable
 from megalite.config import Config
@@ -57,7 +59,10 @@ class OptionDifference:
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """A run as comparisons see it. Speeds are medians without the first steps; unknown facts are None."""
+    """A run as comparisons see it. Speeds are medians without the first steps; unknown facts are None.
+
+    Layout, speeds and parts are those of the last session, which may have resumed on another layout.
+    """
 
     name: str
     history: RunHistory
@@ -65,24 +70,24 @@ class ComparedRun:
     dtype: str | None
     step_s: float | None  # from the start of a step to its end
     tokens_per_second: float | None
-    parts_s: Mapping[str, float]  # of a step, the mean over the run; empty if not recorded
+    parts_s: Mapping[str, float]  # of a step, the mean without the first steps; empty if not recorded
 
     @classmethod
     def of(cls, name: str, history: RunHistory) -> ComparedRun:
         """Sums up a run."""
         config = history.files.config
         dtype = config.precision.dtype if config is not None else None
+        begun = number(history.files.session[0].get("step")) if history.files.session else None
+        last = history.steps > (begun or 0)
+        last = last if last.any() else np.ones_like(last)
         return cls(
             printable(name),
             history,
             sizes_text(history.files.layout, dtype) if history.files.layout else None,
             dtype,
-            _median(history.column("step_time_s")),
-            _median(history.column("tokens_per_second")),
-            {
-                part: float(np.mean(column[1:] if len(column) > 2 else column))
-                for part, column in _recorded_parts(history)
-            },
+            _median(history.column("step_time_s")[last]),
+            _median(history.column("tokens_per_second")[last]),
+            {part: float(np.mean(_settled(column))) for part, column in _recorded_parts(history, last)},
         )
 
     @property
@@ -291,7 +296,10 @@ def _notes(first: ComparedRun, second: ComparedRun, steps: int) -> Iterator[str]
             continue
         starts = [event for event in run.history.files.events if event["event"] == "started" and event.get("step")]
         if starts:
-            yield f"{run.name} was resumed {plural(len(starts), 'time')}: of a step that was done twice the last counts"
+            yield (
+                f"{run.name} was resumed {plural(len(starts), 'time')}: of a step that was done twice the last counts, "
+                "and layout, speed and parts of a step are those of the last session"
+            )
     last = (first.last_step, second.last_step)
     if min(last) and last[0] != last[1]:
         yield f"{first.name} has {last[0]:,} steps and {second.name} {last[1]:,}: {steps:,} are compared"
@@ -304,14 +312,18 @@ def _notes(first: ComparedRun, second: ComparedRun, steps: int) -> Iterator[str]
 
 def _median(column: Column) -> float | None:
     known = column[np.isfinite(column)]
-    settled = known[SETTLED:] if len(known) > 2 * SETTLED else known
-    return float(np.median(settled)) if len(known) else None
+    return float(np.median(_settled(known))) if len(known) else None
 
 
-def _recorded_parts(history: RunHistory) -> Iterator[tuple[str, Column]]:
-    """Yields the parts of steps that recorded them."""
+def _settled(column: Column) -> Column:
+    """Returns the numbers of the steps that are no longer warming up."""
+    return column[SETTLED:] if len(column) > 2 * SETTLED else column[int(len(column) > 2) :]
+
+
+def _recorded_parts(history: RunHistory, chosen: NDArray[np.bool_]) -> Iterator[tuple[str, Column]]:
+    """Yields the parts of those of the chosen steps that recorded them."""
     wall = history.column("wall_s")
-    recorded = np.isfinite(wall) & (wall > 0)
+    recorded = np.isfinite(wall) & (wall > 0) & chosen
     for part, column in history.parts_s.items():
         if recorded.any() and column[recorded].any():
             yield part, column[recorded]

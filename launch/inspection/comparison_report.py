@@ -74,7 +74,11 @@ def parts_table(comparison: Comparison) -> Table | None:
             rows.append([PARTS[part], *texts])
     if not rows:
         return None
-    return Table(("part of a step", *(run.name for run in comparison.runs)), rows, "mean over steps and ranks")
+    return Table(
+        ("part of a step", *(run.name for run in comparison.runs)),
+        rows,
+        "mean over steps and ranks; a step above is the median",
+    )
 
 
 def options_table(comparison: Comparison) -> Table | None:

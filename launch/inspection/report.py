@@ -102,9 +102,19 @@ def _process(status: RunStatus) -> str:
     return f"{process}{status.host}" + (f", session {status.sessions}" if status.sessions else "")
 
 
+def _fact(value: Any) -> str:
+    """Returns a fact of an event in words: changes of options as `option 2 -> 1`."""
+    changes = value if isinstance(value, list) else [value]
+    if all(isinstance(one, dict) and {"option", "before", "after"} <= one.keys() for one in changes):
+        return ", ".join(f"{one['option']} {one['before']} -> {one['after']}" for one in changes)
+    return str(value)
+
+
 def _event(event: Facts) -> str:
     at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_of(event)))
-    facts = ", ".join(f"{name} {value}" for name, value in event.items() if name not in ACCOUNT and value is not None)
+    facts = ", ".join(
+        f"{name} {_fact(value)}" for name, value in event.items() if name not in ACCOUNT and value is not None
+    )
     return f"{at} {event['event']}" + (f": {facts[:EVENT_COLUMNS]}" if facts else "")
 
 

@@ -69,6 +69,8 @@ def check_page_path(path: Path) -> None:
     check_writable(path)
     if os.path.lexists(path) and not _is_page(path):
         raise LaunchError(f"{path} is there already and is no page that megalite has written: give another -o")
+    if path.suffix not in ("", ".html", ".htm"):
+        raise LaunchError(f"{path}: a page is HTML: name it {path.with_suffix('.html')}")
 
 
 def _is_page(path: Path) -> bool:

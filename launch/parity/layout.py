@@ -6,6 +6,7 @@ torch.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields, replace
 from typing import Any, get_args
 
@@ -161,6 +162,8 @@ def _parse(entry: str) -> tuple[dict[str, Any], list[str]]:
 
 def _unknown(name: str, word: str) -> str:
     meant = nearest_name(name, _DEFAULTS)
+    if (found := re.fullmatch(r"([a-z_]+)(\d+)", word)) and found[1] in _DEFAULTS:
+        meant = f"{found[1]}={found[2]}"
     remedy = f'did you mean "{meant}"?' if meant else f"the words are {', '.join(_DEFAULTS)}"
     return f'--layouts: "{word}" is not understood: {remedy}'
 

@@ -12,11 +12,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megalite.checkpoint.durable_files import NO_ROOM, remove, room_at, sync
+from megalite.checkpoint.durable_files import NO_ROOM, remove, room_at, sync, temporary_folder
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.huggingface.tokenizer_folder import MORE_TEMPLATES
 from megalite.checkpoint.small_files import SAFELY, make_folder, open_to_write, write_small_file
-from megalite.checkpoint.writer import temporary_folder
 
 LOCK = "conversion.lock"
 

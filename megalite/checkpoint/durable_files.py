@@ -18,6 +18,11 @@ from megalite.checkpoint.small_files import SAFELY, check_small_file, open_new
 NO_ROOM = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the quota is used up"}
 
 
+def temporary_folder(folder: Path) -> Path:
+    """Returns the folder in which a checkpoint is written before it is committed as `folder`."""
+    return folder.with_name(f".{folder.name}.tmp")
+
+
 def sync(path: Path) -> None:
     """Waits until the bytes of a file or the entries of a folder are on disk."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -22,11 +22,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megalite.checkpoint.durable_files import sync
+from megalite.checkpoint.durable_files import sync, temporary_folder
 from megalite.checkpoint.engine_state import OwnState, own_blocks, own_size
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.manifest import FileEntry, Manifest, step_folder
-from megalite.checkpoint.writer import Block, check_room, commit, discard, now, start, temporary_folder, write_blocks
+from megalite.checkpoint.writer import Block, check_room, commit, discard, now, start, write_blocks
 from megalite.distributed.agreement import from_all_ranks
 from megalite.engine.deepspeed.loss_scale import loss_scaler_state
 from megalite.engine.engine import Engine

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megalite.checkpoint.durable_files import NO_ROOM, remove, sync, write_durably
+from megalite.checkpoint.durable_files import NO_ROOM, remove, sync, temporary_folder, write_durably
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.fence import fence
 from megalite.checkpoint.huggingface.safetensors_writer import Entry, into_files, write_safetensors
@@ -89,11 +89,6 @@ def check_room(root: Path, size: int) -> None:
 def now() -> str:
     """Returns the time for `Manifest.written`: ISO 8601 with offset."""
     return datetime.now().astimezone().isoformat(timespec="seconds")
-
-
-def temporary_folder(folder: Path) -> Path:
-    """Returns the folder in which a checkpoint is written before it is committed as `folder`."""
-    return folder.with_name(f".{folder.name}.tmp")
 
 
 def start(folder: Path) -> Path:

@@ -64,14 +64,18 @@ def local_folder(place: str | Path, *, weights: bool = True) -> Path:
 
 def _download(hub_id: str, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
         # its locks let one of several ranks on a machine download, and the others use the result
         return Path(snapshot_download(hub_id, allow_patterns=patterns, ignore_patterns=IGNORED))
     except Exception as error:  # network, permission, unknown id: the hub's errors have no common class
+        why = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        if isinstance(error, LocalEntryNotFoundError):  # neither here from before nor reached
+            why = f"no connection: `hf download {hub_id} --local-dir FOLDER` where there is one, and give FOLDER"
         raise LaunchError(
             f"{hub_id}: there is no folder {Path(hub_id).absolute()}{nearest(Path(hub_id))}, and the hub did not give "
-            f"it: {next(iter(str(error).strip().splitlines()), type(error).__name__)}"
+            f"it: {why}"
         ) from None
 
 

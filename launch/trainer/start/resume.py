@@ -334,9 +334,12 @@ def _check_data(manifest: Manifest, config: Config, folder: Path, training: Samp
         advice = f"leave out {first_names(added)}, which it has not read (a pattern matches more now?), or {advice}"
     is_mixed = isinstance(training, MixedSamples) or bool(manifest.state.get("data_mix"))
     if not is_mixed and manifest.state.get("data_fingerprint") != training.fingerprint:
+        known = [
+            one for one in changes_since(manifest, config) if one.option.startswith(("data.", "training.sequence"))
+        ]
+        differs = ", ".join(map(str, known)) or "with the same options, but other documents"
         raise CheckpointError(
-            f"{folder} was trained on other data (or another sequence_length, held_out_fraction or packing), so the "
-            f"samples it has seen are not known here: {advice}"
+            f"{folder} was trained on other data ({differs}), so the samples it has seen are not known here: {advice}"
         )
     content = manifest.state.get("data_content")
     if not is_mixed and content and training.content_digest not in ("", content):

@@ -190,7 +190,9 @@ def _read_stated(path: Path, overrides: Sequence[str]) -> _Stated:
     if malformed:
         are = "override {} is" if len(malformed) == 1 else "overrides {} are"
         names = are.format(", ".join(malformed))
-        stated.problems.append(f"{names} not of the form section.option=value, in one word")
+        configs = any(word.strip('"').endswith((".yaml", ".yml")) for word in malformed)
+        remedy = "; a command takes one config, and what differs from it as overrides" * configs
+        stated.problems.append(f"{names} not of the form section.option=value, in one word{remedy}")
     return stated
 
 

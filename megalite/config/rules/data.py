@@ -20,7 +20,8 @@ def problems_with_data(config: Config, data_parallel_size: int | None) -> Iterat
     data = config.data
     if bool(data.path) == bool(data.sources):
         yield (
-            "data.path and data.sources both name the text of the run: keep one of them"
+            "data.path and data.sources both name the text of the run: keep one of them, and drop the other with "
+            "data.path=null or data.sources={}"
             if data.path
             else "a run needs data: set data.path to a prefix written by `megalite prepare`, or data.sources"
         )

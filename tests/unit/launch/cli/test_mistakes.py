@@ -124,7 +124,6 @@ MISTAKES: dict[str, tuple[Change, list[str]]] = {
         ),
         ["zero_stage 3", "pipeline_schedule zero-bubble", "use zero_stage 1 or 2"],
     ),
-    "fp16 on a CPU": (override("precision.dtype=fp16"), ["fp16", "bf16"]),
     "sequence parallel with an odd length": (
         override("parallel.sequence_parallel=true", "parallel.tensor_parallel_size=2", "training.sequence_length=33"),
         ["sequence_length", "33"],
@@ -136,6 +135,9 @@ MISTAKES: dict[str, tuple[Change, list[str]]] = {
     "unknown family": (override("model.model_type=mamba"), ["mamba", "llama"]),
     "family that cannot express it": (override("model.gated_mlp=false"), ["gated_mlp", "llama"]),
     "no such data": (override("data.path=nowhere"), ["nowhere"]),
+    "text as data": (lambda c, f: [f"data.path={__file__}"], [f"`megalite prepare {__file__} -t TOKENIZER -o PREFIX`"]),
+    "folder of data": (lambda c, f: [f"data.path={Path(c['data']['path']).parent}"], ["give a prefix, such as /"]),
+    "two configs": (override("other.yaml"), ["a command takes one config"]),
     "data of a larger vocabulary": (override("model.vocab_size=100"), ["vocab_size", "100", "320"]),
     "data of a larger vocabulary than the checkpoints": (
         lambda c, f: own_checkpoint()(c, f) or ["model.vocab_size=100"],
@@ -159,6 +161,10 @@ MISTAKES: dict[str, tuple[Change, list[str]]] = {
     "resume with another seed": (own_checkpoint(seed=5), ["training.seed 5"]),
     "resume with another optimizer": (own_checkpoint(optimizer={"name": "sgd"}), ["sgd", "adamw"]),
     "resume with documents masked": (resumed_with("data.document_mask=true"), ["document_mask", "--allow-change"]),
+    "resume with another length": (
+        resumed_with("training.sequence_length=8"),
+        ["training.sequence_length 32 -> 8"],
+    ),
     "resume with other betas": (resumed_with("optimizer.betas=[0.9, 0.99]"), ["0.95", "0.99", "--allow-change"]),
     "memory of a thousand machines": (
         override("model.hidden_size=32768", "model.intermediate_size=131072", "model.num_hidden_layers=100"),

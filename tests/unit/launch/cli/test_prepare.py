@@ -138,7 +138,7 @@ ATTACKS: dict[str, tuple[bytes, list[str], str]] = {
     "g.tar": (b"text", [], "g.tar is an archive, which is not read: unpack it and give its files"),
     "h.txt.gz": (b"text", [], "h.txt.gz is no gzip file, its first bytes are"),
     "i.txt": (b"a <|endoftext|> b", ["--special-tokens", "refuse"], "i.txt contains the special token '<|endoftext|>'"),
-    "j.csv": (b'text\n"a\n', [], "j.csv, line 2 is not CSV (unexpected end of data): write the table again"),
+    "j.csv": (b'text\n"a\n', [], "j.csv, line 2: a quote that is opened in this row is never closed: close it"),
 }
 
 
@@ -150,9 +150,9 @@ def test_a_file_that_cannot_be_read_is_one_sentence_that_names_the_place(
     Path("bad").mkdir()
     (Path("bad") / name).write_bytes(content)
     assert run(USUAL, monkeypatch, capfd)[0] == 0
-    code, out, err = run(["prepare", f"bad/{name}", "-t", "tok", "-o", "data/bad", *options], monkeypatch, capfd)
+    code, out, err = run(["prepare", f"bad/{name}", "-t", "tok", "-o", "new/er/bad", *options], monkeypatch, capfd)
     assert (code, out) == (2, "") and err.startswith(f"megalite: error: bad/{sentence}") and err.count("\n") == 1, err
-    assert not list(Path("data").glob("bad.*"))
+    assert not Path("new").exists(), "nothing may be left behind"
 
 
 def test_bad_rows_and_repeated_files_are_said(

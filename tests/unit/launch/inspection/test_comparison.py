@@ -209,6 +209,17 @@ def test_speed_and_parts_are_those_of_most_steps(run: Callable[..., Path]) -> No
     assert next(iter(found.parts)) == "forward" and found.parts["forward"] == pytest.approx((FORWARD, FORWARD / 2))
     assert found.parts["tensor_collectives"] == (None, pytest.approx(0.01))
 
+    # on another layout since step 30, whose speed is not that of the steps before
+    def slow_until_30(record: dict[str, Any]) -> None:
+        if record["step"] <= 30:
+            record |= {"step_time_s": 5.0, "parts_s": {"pipeline_wait": 5.0}}
+
+    with ((resumed := run("resumed", slow_until_30)) / "events.jsonl").open("a") as file:
+        file.write(json.dumps({"time": 1.8e9, "event": "started", "step": 30}) + "\n")
+    last = compared(run("steady"), resumed).runs[1]
+    assert last.step_s == pytest.approx(0.5)
+    assert last.parts_s == {"forward": pytest.approx(FORWARD), "backward": pytest.approx(BACKWARD)}
+
 
 def test_lengths_restarts_and_runs_without_steps_are_said(run: Callable[..., Path], make_run: MakeRun) -> None:
     first, short, unborn = run("one"), run("short", steps=20), run("unborn", steps=10)
@@ -281,6 +292,7 @@ def test_mistakes_are_one_sentence(
         ([first, run("three"), "-o", tmp_path / "no" / "compare.html"], "cannot be written"),
         ([first, tmp_path], "is no folder of a run"),
         ([first, run("four"), "-o", first / "metrics.jsonl"], "is no page that megalite has written"),
+        ([first, run("five"), "-o", tmp_path / "r.pdf"], "a page is HTML: name it"),
     ):
         assert command(*words) == 2
         said = capsys.readouterr().err

@@ -167,6 +167,10 @@ def test_a_rollback_may_take_as_long_as_a_start(ago_s: float, action: str, state
     folder = make_run(age_s=1000)
     with (folder / "events.jsonl").open("a") as events:
         print(json.dumps({"time": time.time() - ago_s, "event": "intervened", "action": action}), file=events)
+        changes = [{"option": "parallel.pipeline_parallel_size", "before": 2, "after": 1}]
+        print(json.dumps({"time": time.time() - ago_s, "event": "config_changed", "changes": changes}), file=events)
+    told = "\n".join(status_lines(read_status(folder)))
+    assert "config_changed: changes parallel.pipeline_parallel_size 2 -> 1" in told
     assert state_of_living(folder) is state
 
 

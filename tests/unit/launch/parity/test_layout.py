@@ -53,6 +53,7 @@ def test_several_layouts() -> None:
         ("", "--layouts is empty"),
         (" ; ,", "--layouts is empty"),
         ("tensor=2", '"tensor=2" is not understood: the words are tp, pp, dp, zero'),
+        ("tp2", '"tp2" is not understood: did you mean "tp=2"?'),
         ("tp=two", '"tp=two": tp is a whole number from 1'),
         ("tp=0", "tp is a whole number from 1"),
         ("tp", "tp is a whole number from 1"),

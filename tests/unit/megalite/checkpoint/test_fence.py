@@ -10,6 +10,7 @@ import pytest
 
 from launch.runtime.run_lock import LOCK, take_lock
 from megalite.checkpoint import writer
+from megalite.checkpoint.durable_files import temporary_folder
 from megalite.checkpoint.fence import FENCED_CODE, Fence
 from megalite.checkpoint.manifest import LATEST, read_manifest
 from tests.helpers.damaging import write
@@ -32,7 +33,7 @@ def test_a_frozen_attempt_ends_before_it_writes(tmp_path: Path, monkeypatch: pyt
     fence.check(at_most_every_s=100.0)  # a step, which is not looked at so often
     for late in (
         fence.check,
-        lambda: writer.write_blocks(writer.temporary_folder(second), "rank_00000", []),
+        lambda: writer.write_blocks(temporary_folder(second), "rank_00000", []),
         lambda: writer.commit(second, read_manifest(first)),
     ):
         with pytest.raises(SystemExit) as ended:
