@@ -82,8 +82,9 @@ class Exporter:
         with self._changed:
             self._waiting = [path for path in self._waiting if path != checkpoint] + [checkpoint]
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="export", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._work, name="export", daemon=True)
+                thread.start()
+                self._thread = thread
             self._changed.notify_all()
 
     def pinned(self) -> set[Path]:

@@ -8,6 +8,7 @@ ends a run: the outcome has the reason, and the next save tries again.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import threading
 import time
@@ -32,6 +33,7 @@ from megalite.engine.deepspeed.loss_scale import loss_scaler_state
 from megalite.engine.engine import Engine
 from megalite.engine.parameter_state import moment_names, optimizer_step_count
 
+log = logging.getLogger(__name__)
 LONGEST_SAVE = timedelta(hours=6)
 BYTES_STORED = 4  # per number
 PAGE_NUMBERS = 1024  # fp32 in a page, of the smallest size there is
@@ -151,8 +153,10 @@ class Saver:
                 discard(folder)
         total = time.monotonic() - started
         if failure is None and dist.get_rank() == 0 and self._committed is not None:
-            with contextlib.suppress(Exception):  # a hook logs its failure; the checkpoint is complete all the same
+            try:
                 self._committed(folder)
+            except Exception as error:  # the checkpoint is complete all the same
+                log.warning(f"what follows the save of {folder.name} has not begun: {error!r}")
         blocked = total if blocked is None else blocked
         self._outcomes = [*self._outcomes, Saved(manifest.step, folder, failure, blocked, total, size)]
 

@@ -316,9 +316,11 @@ class Watchdog:
         whose = "all ranks" if stacks_of == len(ranks) else f"{stacks_of} of {len(ranks)} ranks"
         paragraph = f"{explanation.paragraph} The stacks of {whose} are in {self._folder}."
         print(f"megalite: {explanation.headline}: {paragraph}", file=sys.stderr, flush=True)
-        with contextlib.suppress(Exception):
+        try:
             step = states[self._activity.rank].now.step
             self._report({"step": step, "ranks": list(explanation.roots), "explanation": paragraph})
+        except Exception as problem:  # the ranks end all the same
+            print(f"megalite: the hang is not recorded: {type(problem).__name__}: {problem}", file=sys.stderr)
         for rank in unresponsive:
             forget(self._run_dir, rank)
         _write(self._folder / EXPLANATION, f"{paragraph}\n")  # last: the others leave when they see it

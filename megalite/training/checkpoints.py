@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megalite.checkpoint.digests import newest_intact
 from megalite.checkpoint.engine_state import load_engine
-from megalite.checkpoint.manifest import Manifest, step_folder, step_of
+from megalite.checkpoint.manifest import Manifest, step_folder, step_folders, step_of
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.remote.mirror import Mirror
 from megalite.checkpoint.retention import Retention, prune
@@ -151,9 +151,8 @@ class Checkpoints:
         self._engine.activity.begin_phase(Phase.WRITING)
         started = time.monotonic()
         self._saver.wait()
-        if self._following is not None:
+        if self._following is not None and self._following.ident is not None:  # it may not have begun
             self._following.join()
-            self._following = None
         self._blocked_s += time.monotonic() - started
 
     def _report(self) -> None:
@@ -214,9 +213,9 @@ class Checkpoints:
         if self._verdict is None:
             self._follow(folder, lambda: None, (self._exports, self._mirror))
             return
-        following = folder, self._verdict.result, (self._exports, self._mirror)
         # a thread of its own: without `background` this is the thread that evaluates next
-        self._following = threading.Thread(target=self._follow, args=following, daemon=True)
+        arguments = folder, self._verdict.result, (self._exports, self._mirror)
+        self._following = threading.Thread(target=self._follow, args=arguments, daemon=True)
         self._following.start()
 
     def _follow(
@@ -230,11 +229,14 @@ class Checkpoints:
             self._run_log.log_warning(f"its evaluation loss is not in a checkpoint, training goes on: {error}")
         # a damaged checkpoint of a later step, which a resume has passed over, may look newer than `folder`
         protect = {folder}
+        for hook in (one for one in hooks if one is not None):
+            try:
+                hook.on_commit(folder)
+                protect |= hook.pinned()
+            except Exception as error:
+                self._run_log.log_warning(f"{type(hook).__name__} does not take {folder.name}: {error!r}")
+                protect |= set(step_folders(self._root))  # it is not known which it still reads
         try:
-            for hook in hooks:
-                if hook is not None:
-                    hook.on_commit(folder)
-                    protect |= hook.pinned()
             deleted = prune(self._root, self._policy, protect)
             if self._exports is not None:
                 self._exports.delete(deleted)

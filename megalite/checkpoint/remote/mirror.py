@@ -67,8 +67,9 @@ class Mirror:
             self._drop_superfluous()
             self._is_awake = True
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._work, name="mirror", daemon=True)
+                thread.start()
+                self._thread = thread
             self._changed.notify_all()
 
     def pinned(self) -> set[Path]:
