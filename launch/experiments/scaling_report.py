@@ -24,16 +24,8 @@ HELD = {
     "mixed": "neither the global batch nor that of a replica is held: efficiency is by tokens all the same",
 }
 CSV_FIELDS = (
-    "name",
-    "ranks",
-    "global_batch_size",
-    "step_s",
-    "tokens_per_s",
-    "ideal_tokens_per_s",
-    "predicted_tokens_per_s",
-    "efficiency",
-    "predicted_efficiency",
-    "failure",
+    *("name", "ranks", "global_batch_size", "step_s", "tokens_per_s"),
+    *("ideal_tokens_per_s", "predicted_tokens_per_s", "efficiency", "predicted_efficiency", "failure"),
 )
 
 

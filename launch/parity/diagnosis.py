@@ -28,16 +28,8 @@ AXES = {
     "compile": "compilation",
 }
 OFF_FIRST = (
-    "compile",
-    "chunks",
-    "schedule",
-    "recompute",
-    "accumulation",
-    "zero",
-    "sequence_parallel",
-    "pp",
-    "dp",
-    "tp",
+    *("compile", "chunks", "schedule", "recompute", "accumulation"),
+    *("zero", "sequence_parallel", "pp", "dp", "tp"),
 )
 OF_16_BITS = 0.03  # an error of fewer than eight roundings to bf16, which are 0.004 each
 NEEDS = {  # axis -> axes without which it has no effect

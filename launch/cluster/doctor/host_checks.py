@@ -21,14 +21,8 @@ SOCKETS_PER_RANK = 16
 def own_findings(answers: Answers) -> list[Finding]:
     """Runs all checks of this module."""
     checks = (
-        check_python,
-        check_packages,
-        check_code,
-        check_devices,
-        check_own_name,
-        check_room,
-        check_locks,
-        check_limits,
+        *(check_python, check_packages, check_code, check_devices),
+        *(check_own_name, check_room, check_locks, check_limits),
     )
     return [finding for check in checks for finding in check(answers)] if answers.there else []
 

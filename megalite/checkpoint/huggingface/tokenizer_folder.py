@@ -10,19 +10,9 @@ from megalite.checkpoint.errors import CheckpointError
 
 TOKENIZER = "tokenizer.json"
 TOKENIZER_FILES = (
-    TOKENIZER,
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "tokenizer.model",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "tekken.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
+    *(TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "chat_template.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
+    *("tekken.json", "vocab.json", "vocab.txt", "merges.txt"),
 )
 MORE_TEMPLATES = "additional_chat_templates"  # a folder of .jinja files
 
