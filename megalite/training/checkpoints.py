@@ -95,8 +95,7 @@ class Checkpoints:
         self._verdict: Future[float | None] | None = None  # the loss that an evaluation behind the newest save gives
         self._following: threading.Thread | None = None  # waits for it, on rank 0
         self.saved_step = 0  # up to which nothing would be lost; on rank 0
-        self._if_failed = TRAINING_GOES_ON
-        self._holds_reports = False
+        self._if_failed, self._holds_reports = TRAINING_GOES_ON, False
 
     def save(self, state: TrainState, evaluation_loss: float | None = None, *, is_last: bool = False) -> None:
         """Saves `state` and the engine as they are now; `is_last` if the run ends then."""
@@ -124,8 +123,7 @@ class Checkpoints:
     def _save(self, manifest: Manifest, if_failed: str, verdict: Future[float | None] | None = None) -> None:
         self._wait()
         self._report()  # of the save before
-        self._verdict, self._holds_reports = verdict, verdict is not None
-        self._if_failed = if_failed
+        self._verdict, self._holds_reports, self._if_failed = verdict, verdict is not None, if_failed
         self._engine.activity.begin_phase(Phase.CHECKPOINT)
         self._blocked_s += self._saver.save(manifest)
         self._newest = manifest
