@@ -57,7 +57,6 @@ from launch.runtime.rank_environment import ATTEMPT, PRIVATE
 from launch.runtime.run_lock import is_locked, lock_holder
 from launch.runtime.start_witness import FIRST_CODE
 from launch.supervision.liveness import HeartbeatMonitor
-from launch.supervision.run_outcome import RunFolder
 from launch.supervision.supervisor import AttemptEnd, Policy, Supervisor, sleep
 from launch.trainer.start.flags import NO_FLAGS, StartFlags
 from launch.trainer.start.run_folder import make_run_folder
@@ -319,7 +318,7 @@ class HostsSupervisor(Supervisor):
 
     def _has_started(self) -> bool:
         """Returns whether the ranks of this attempt have met; true if the run's folder does not tell."""
-        now = RunFolder.read(self._run_dir)
+        now = self._read_folder()
         return now is None or now.has_new_session(self._folder)
 
     def _command(self, assignment: HostAssignment, shown: dict[str, str], folder: Path) -> list[str]:

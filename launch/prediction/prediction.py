@@ -63,7 +63,7 @@ class Prediction:
                 next_steps = TrainingWorkload.of(config, layout, batches.shape_after(batches.step))
                 step = step_time(next_steps, machine.cluster)
             except Exception as error:  # the memory can be predicted all the same
-                problem = str(error)
+                problem = f"{type(error).__name__}: {error}".rstrip(": ")
         memory = memory_of(job, device)
         if process_bytes:
             memory = tuple(with_process(stage, job, process_bytes) for stage in memory)

@@ -7,6 +7,7 @@ its ranks were killed, and a shell script may return anything.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,8 +39,8 @@ class RunFolder:
     last_event: str | None = None  # the event that ended the last session; None: there is none
 
     @classmethod
-    def read(cls, run_dir: Path) -> RunFolder | None:
-        """Reads a run's folder; None if it is unreadable, which says nothing about the run."""
+    def read(cls, run_dir: Path, report: Callable[[str], object] = str) -> RunFolder | None:
+        """Reads a run's folder; None if it is unreadable, which says nothing about the run; `report` is told why."""
         try:
             newest, _ = find_latest(run_dir)
             manifest = read_manifest(newest) if newest else None
@@ -61,7 +62,8 @@ class RunFolder:
                 resumed_step=resumed_step,
                 last_event=last_event,
             )
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            report(f"{type(error).__name__}: {error}")
             return None
 
     def has_new_session(self, before: RunFolder) -> bool:

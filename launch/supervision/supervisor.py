@@ -146,7 +146,8 @@ class Supervisor(ABC):
         """`config` tells how long the run is; None if it is not known."""
         self._policy, self._run_dir, self._length_of = policy, run_dir, config
         self._nonfatal = Nonfatal(log.warning)
-        self._folder = RunFolder.read(run_dir) or RunFolder()  # when it could last be read
+        self._unreadable = ""  # why the folder was, as last told
+        self._folder = self._read_folder() or RunFolder()  # when it could last be read
         self._progress: tuple[int | None, int] | None = None  # checkpoint and step of the last attempt that trained
         self._restarts = self._startup_failures = 0
         self._wait_s = policy.first_wait_s
@@ -161,7 +162,7 @@ class Supervisor(ABC):
             while True:
                 began = time.time()
                 ended = self._attempt(signals)
-                before, after = self._folder, RunFolder.read(self._run_dir)
+                before, after = self._folder, self._read_folder()
                 self._folder = after or before
                 code = run_exit_code(before, after, ended.code, self._total_steps())
                 if ended.reason is not None and code and signals.last is None:
@@ -190,6 +191,17 @@ class Supervisor(ABC):
                     self._log(f"asked to end before restart {self._restarts}")
                     return 128 + (signals.last or signal.SIGTERM)
                 self._wait_s = min(2 * self._wait_s, self._policy.longest_wait_s)
+
+    def _read_folder(self) -> RunFolder | None:
+        """Reads the run's folder; None if it is unreadable, which is logged once for each reason."""
+
+        def report(reason: str) -> None:
+            if reason != self._unreadable:
+                self._unreadable = reason
+                command = "the exit code of the command alone counts"
+                self._log(f"{self._run_dir} is unreadable, so that {command}: {reason}")
+
+        return RunFolder.read(self._run_dir, report)
 
     def _ending(self, code: int) -> str:
         """Returns an exit code with its meaning, how far the run has come, and what starting it again does."""
@@ -280,7 +292,7 @@ class CommandSupervisor(Supervisor):
             self._log(f"ended {left} process{'es' * (left > 1)} that the run had left behind")
         is_own = list(self._command[1:2]) == ["-P"]  # as from `python_command`
         if code == FAILED_CODE and not self._restarts and os.environ.get(SAFE_PATH) and not is_own:
-            before, after = self._folder, RunFolder.read(self._run_dir) or self._folder
+            before, after = self._folder, self._read_folder() or self._folder
             if not (after.has_new_session(before) or after.has_trained(before)):
                 with self._nonfatal("the console"):
                     log.warning(MODULES)

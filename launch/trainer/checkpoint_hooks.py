@@ -133,7 +133,7 @@ class Exporter:
             try:
                 self._export(checkpoint)
             except Exception as error:  # no process can be started, for one; the next may fare better
-                self._failed(checkpoint, str(error) or repr(error))
+                self._failed(checkpoint, f"{type(error).__name__}: {error}")
 
     def _next(self) -> Path | None:
         """Waits for the next checkpoint; returns None when there will be no more."""
@@ -152,7 +152,11 @@ class Exporter:
             errors.seek(0)
             lines = errors.read().strip().splitlines() or [f"its process ended with code {code}"]
         if code == 0:
-            self._exported(folder, summary, time.monotonic() - started)
+            try:
+                self._exported(folder, summary, time.monotonic() - started)
+            except Exception as error:
+                why = f"its size and type cannot be told: {type(error).__name__}: {error}"
+                self._run_log.log_warning(f"{folder} is made, but {why}")
         elif self._is_cancelled:
             self._run_log.log_warning(f"{folder} is not made, the run ends before: the next one makes it")
         elif not checkpoint.exists():
@@ -196,11 +200,10 @@ class Exporter:
     def _exported(self, folder: Path, summary: Mapping[str, Any], seconds: float) -> None:
         size = sum(path.stat().st_size for path in folder.iterdir())
         facts = {"folder": str(folder), "seconds": round(seconds, 3), "bytes": size, "dtype": summary["dtype"]}
-        self._run_log.event("exported", **facts, logit_difference=summary["logit_difference"])
-        compared = "not validated"
-        if summary["compared"]:
-            has_logits = summary["logit_difference"] is not None
-            compared = "logits compared with transformers'" if has_logits else "digests compared"
+        difference = summary["logit_difference"]
+        self._run_log.event("exported", **facts, logit_difference=difference)
+        compared = "digests compared" if difference is None else "logits compared with transformers'"
+        compared = compared if summary["compared"] else "not validated"
         self._run_log.log_notice(
             f"exported {folder} ({size / 1e6:.1f} MB {summary['dtype']}, {compared}; {seconds:.1f} s)"
         )

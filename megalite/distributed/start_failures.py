@@ -104,15 +104,14 @@ class FailureWatch:
         self.store.set(_heard(self._rank), "")
 
     def _look(self) -> None:
+        failure = None
         with suppress(DistError):  # the store has ended, which the main thread notices by itself
-            while not self._is_over.wait(LOOK_S):
+            while failure is None and not self._is_over.wait(LOOK_S):
                 failure = read_failure(self.store, self._secret, self._world_size)
-                if failure is None:
-                    continue
-                if failure.rank != self._rank:
-                    self.store.set(_heard(self._rank), "")
-                    self._end(failure, partial(_is_heard, self.store, self._world_size, time.monotonic() + ANSWER_S))
-                return
+        if failure is not None and failure.rank != self._rank:
+            with suppress(DistError):  # what was read counts though the store has ended since
+                self.store.set(_heard(self._rank), "")
+            self._end(failure, partial(_is_heard, self.store, self._world_size, time.monotonic() + ANSWER_S))
 
 
 def note_failure(failure: StartFailure, environment: Mapping[str, str], patience_s: float) -> None:
@@ -130,7 +129,8 @@ def note_failure(failure: StartFailure, environment: Mapping[str, str], patience
 
 
 def _has_noted(failure: StartFailure, environment: Mapping[str, str], deadline: float) -> bool:
-    """Returns whether the ranks can hear of the failure; False where another run is at their place."""
+    """Returns whether the ranks can hear of the failure; False where another run is at their place, or, beside rank 0,
+    where they have not heard."""
     rank, world_size, secret = int(environment["RANK"]), int(environment["WORLD_SIZE"]), environment.get(SECRET, "")
     store, is_own = _store_of(environment, is_server=rank == 0)
     shared = SharedSecret(secret, world_size) if secret else None
@@ -144,19 +144,19 @@ def _has_noted(failure: StartFailure, environment: Mapping[str, str], deadline: 
     if read_failure(store, secret, world_size) is None:
         store.set(FAILED, failure.packed(shared))
     store.set(_heard(rank), "")
-    if rank == 0:
-        _is_heard(store, world_size, deadline)
-    return True
+    return rank != 0 or _is_heard(store, world_size, deadline)
 
 
 def _is_heard(store: Store, world_size: int, deadline: float) -> bool:
-    """Waits until all ranks have heard of a failure; returns False if they have not by the `deadline`."""
+    """Waits until all ranks have heard of a failure; False if they have not by the `deadline`, or the store ends."""
     heard = [_heard(rank) for rank in range(world_size)]
-    while not store.check(heard):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(RETRY_S)
-    return True
+    with suppress(DistError):
+        while not store.check(heard):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(RETRY_S)
+        return True
+    return False
 
 
 def _store_of(environment: Mapping[str, str], *, is_server: bool) -> tuple[TCPStore, bool]:

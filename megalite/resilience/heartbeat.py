@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megalite.checkpoint.small_files import UnsafeFile, make_folder, open_to_write, read_small_file
-from megalite.units import plural
+from megalite.monitor.observer import Nonfatal
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,8 @@ class Heartbeat:
 
     def __init__(self, run_dir: Path, rank: int, world_size: int, attempt: str) -> None:
         self.step: Callable[[], int] = lambda: 0  # called in the thread
-        self.failures = 0  # number of failed writes
+        self._nonfatal = Nonfatal(log.warning)
+        self._name = f"the heartbeat of rank {rank}, without which its supervisor ends it,"  # in warnings
         self._rank, self._world_size = rank, world_size
         self._path = _path(run_dir, rank)
         self._attempt, self._count = attempt, 0
@@ -84,28 +85,27 @@ class Heartbeat:
         """Removes the file, when this rank leaves as it should; otherwise it stays behind and goes stale."""
         self._is_over.set()
         self._thread.join(LEAVE_S)
-        if self.failures:
-            log.warning(f"rank {self._rank} could not write its heartbeat {plural(self.failures, 'time')}")
+        if said := self._nonfatal.sentence():
+            log.warning(said)
 
     def _beat(self) -> None:
         if self._rank == 0:
             self._clear()
         while not self._is_over.is_set():
-            self._count += 1
-            try:
-                self._write()
-            except FileNotFoundError:
-                pass  # rank 0 creates the run's folder a moment after the start
-            except Exception:  # it may pass, and the heartbeat must go on
-                self.failures += 1
+            self._count, step = self._count + 1, 0
+            with contextlib.suppress(Exception):  # a heartbeat without its step is one too
+                step = self.step()
+            # rank 0 creates the run's folder a moment after the start
+            with self._nonfatal(self._name), contextlib.suppress(FileNotFoundError):
+                self._write(step)
             self._is_over.wait(self.every_s)
         with contextlib.suppress(OSError):
             self._path.unlink(missing_ok=True)
             self._path.parent.rmdir()
 
-    def _write(self) -> None:
+    def _write(self, step: int) -> None:
         """Writes in place and closes the file each time: only then do other hosts of a network file system see it."""
-        beat = Beat(self._attempt, self._rank, self._host, os.getpid(), self._count, self.step())
+        beat = Beat(self._attempt, self._rank, self._host, os.getpid(), self._count, step)
         write_line(self._path, json.dumps(asdict(beat)))
 
     def _clear(self) -> None:

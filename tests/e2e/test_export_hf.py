@@ -137,6 +137,23 @@ def test_what_fails_is_said_and_the_next_one_is_made(tmp_path: Path) -> None:
     assert [path.name for path in exports_of(config).iterdir()] == [good.name]
 
 
+def test_a_folder_that_is_made_is_not_denied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process has ended well, and a library's line of JSON came after the summary."""
+    config, ears = config_of(tmp_path), Ears()
+
+    def run_process(exporter: Exporter, checkpoint: Path, folder: Path, *_: object) -> tuple[int, dict[str, Any]]:
+        folder.mkdir(parents=True)
+        return 0, {"level": "info"}
+
+    monkeypatch.setattr(Exporter, "_run_process", run_process)
+    exporter = Exporter(config, ears)
+    exporter.on_commit(config.run_dir / "checkpoints" / step_folder(STEPS))
+    exporter.close(is_done=True)
+    folder = exports_of(config) / step_folder(STEPS)
+    assert ears.said == [f"{folder} is made, but its size and type cannot be told: KeyError: 'dtype'"]
+    assert not ears.events, "it has not failed"
+
+
 @pytest.mark.slow
 def test_a_run_that_ends_early_cancels_at_once(tmp_path: Path) -> None:
     config, ears = config_of(tmp_path), Ears()

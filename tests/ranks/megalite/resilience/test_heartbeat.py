@@ -131,21 +131,37 @@ def test_a_line_never_holds_the_end_of_an_older_one(tmp_path: Path) -> None:
         heartbeat.write_line(tmp_path / "no such run" / heartbeat.FOLDER / "line", "")
 
 
-def test_storage_that_fails_is_counted_and_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_storage_that_fails_is_told_at_once_and_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A rank whose heartbeats are not written is killed before it could tell when it leaves."""
     monkeypatch.setattr(heartbeat, "BEAT_S", 0.05)
     obstacle = tmp_path / heartbeat.FOLDER
     obstacle.write_text("where the folder would be")
     heart = Heartbeat(tmp_path, 0, 1, ATTEMPT)
     heart.start()
-    wait_until(lambda: heart.failures > 3)
+    wait_until(lambda: "the heartbeat of rank 0, without which its supervisor ends it, failed 10 times" in caplog.text)
+    first = caplog.messages[0]
+    assert " failed once, training goes on: UnsafeFile: " in first and str(obstacle) in first, "and the reason"
     obstacle.unlink()
     wait_until(lambda: 0 in read_beats(tmp_path, ATTEMPT))
-    failures = heart.failures
     heart.stop()
-    assert heart.failures == failures and read_beats(tmp_path, ATTEMPT) == {}
+    assert len(caplog.messages) == 3 and "failed while training went on: the heartbeat of rank 0" in caplog.messages[2]
+    assert read_beats(tmp_path, ATTEMPT) == {}
 
 
-def test_a_run_folder_that_is_not_there_yet_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_cannot_be_told_stops_no_heartbeat(tmp_path: Path) -> None:
+    heart = Heartbeat(tmp_path, 0, 1, ATTEMPT)
+    heart.step = lambda: {}["step"]
+    heart.start()
+    wait_until(lambda: 0 in read_beats(tmp_path, ATTEMPT))
+    assert read_beats(tmp_path, ATTEMPT)[0].step == 0
+    heart.stop()
+
+
+def test_a_run_folder_that_is_not_there_yet_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(heartbeat, "BEAT_S", 0.05)
     heart = Heartbeat(tmp_path / "run", 1, 2, ATTEMPT)
     heart.start()
@@ -154,7 +170,7 @@ def test_a_run_folder_that_is_not_there_yet_is_no_failure(tmp_path: Path, monkey
     (tmp_path / "run").mkdir()
     wait_until(lambda: 1 in read_beats(tmp_path / "run", ATTEMPT))
     heart.stop()
-    assert heart.failures == 0
+    assert not caplog.messages
 
 
 def test_storage_that_hangs_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

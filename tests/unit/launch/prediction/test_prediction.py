@@ -53,6 +53,21 @@ def test_an_mfu_without_a_known_peak_is_not_told(config: Config) -> None:
     assert Prediction.of(config, layout, gpu).model_flops_utilization(0.0) is None, "a clock that stands still"
 
 
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [(KeyError("b300"), "KeyError: 'b300'"), (AssertionError(), "AssertionError")],
+)
+def test_why_there_is_no_step_time_has_the_kind_of_the_error(
+    config: Config, monkeypatch: pytest.MonkeyPatch, error: Exception, told: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("launch.prediction.prediction.step_time", fail)
+    said = Prediction.of(config, resolve_layout(config, 8, "cuda"), machine()).sentences()
+    assert said[-1] == f"predicted: no step time, because {told}"
+
+
 def test_the_best_published_speed_stands_beside_ours(config: Config) -> None:
     layout = resolve_layout(config, 8, "cuda")
     prediction = Prediction.of(config, layout, machine())

@@ -12,6 +12,7 @@ import pytest
 from launch.runtime.processes import StopSignals
 from launch.supervision.supervisor import LOG, AttemptEnd, CommandSupervisor, Policy, Supervisor, announced_restart
 from megalite.config import Config
+from megalite.monitor.events import EVENTS
 from tests.unit.launch.cli.test_mistakes import own_checkpoint
 
 
@@ -39,6 +40,14 @@ class SilentSupervisor(Supervisor):
 
     def _attempt(self, signals: StopSignals) -> AttemptEnd:
         return AttemptEnd(0)
+
+
+def test_why_a_folder_is_unreadable_is_told_once(tmp_path: Path) -> None:
+    """The supervisor goes by the exit code of the launcher then, which says little."""
+    (tmp_path / EVENTS).write_text('{"event": "started", "step": "many"}\n')
+    assert SilentSupervisor(Policy(1, 0.0, 0.0), tmp_path, None).run() == 1
+    told = [line for line in (tmp_path / LOG).read_text().splitlines() if "ValueError: invalid literal for int" in line]
+    assert len(told) == 1 and f"{tmp_path} is unreadable, so that the exit code of the command alone counts" in told[0]
 
 
 @pytest.mark.parametrize(("tokens_seen", "code"), [(1000, 0), (872, 1)])

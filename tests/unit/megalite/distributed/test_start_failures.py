@@ -10,8 +10,11 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
+from typing import cast
 
 import pytest
+from torch._C._distributed_c10d import Store
+from torch.distributed import DistError
 
 from launch.runtime.local_ranks import free_port
 from megalite.distributed import start_failures
@@ -68,6 +71,35 @@ def test_all_other_ranks_hear_of_a_failure(failed: int, has_met: bool, secret: s
         for comer in comers.values():
             comer.result()
         assert [heard[rank].result(20) for rank in range(3) if rank != failed] == [failure] * 2
+
+
+class EndedStore:
+    """A store that tells of a failure and ends then, as with the process of rank 0; `check` answers `answers` times."""
+
+    def __init__(self, answers: int) -> None:
+        self._answers = answers
+
+    def check(self, keys: list[str]) -> bool:
+        self._answers -= 1
+        if self._answers < 0:
+            raise DistError("the store has ended")
+        return True
+
+    def get(self, key: str) -> bytes:
+        return FAILURE.packed(None).encode()
+
+    def set(self, key: str, value: str) -> None:
+        raise DistError("the store has ended")
+
+
+@pytest.mark.parametrize("answers", [1, 2])
+def test_a_failure_that_was_read_ends_the_rank_though_the_store_ends_then(answers: int) -> None:
+    """The rank waited for the others until its time was up, with the reason in its hand."""
+    ended: Future[tuple[StartFailure, bool]] = Future()
+    FailureWatch(
+        cast(Store, EndedStore(answers)), 1, 3, "", lambda failure, heard: ended.set_result((failure, heard()))
+    )
+    assert ended.result(5) == (FAILURE, answers == 2)
 
 
 def test_notes_that_no_rank_of_the_run_has_written_are_ignored() -> None:
