@@ -1,4 +1,4 @@
-"""What rows of a source hold instead of a text, and the sentences about it; what tells two states of a file apart."""
+"""Takes the text out of a row, says why a row holds none, and tells two states of a file apart."""
 
 import codecs
 from collections.abc import Sequence

@@ -168,7 +168,7 @@ def _apply(each: ForeignSetting, migrated: MigratedConfig, quantities: Quantitie
             became("unknown", "no row in docs/coming_from.md")
         return
     if value == AUTO:
-        if row is not None and row.option == "precision.dtype":
+        if row is not None and "precision.dtype" in row.options:
             quantities.put("dtype_is_left", True, each.word)
         became("yours to set", f"{row.in_words if row else 'unknown'}: the Trainer would fill it in")
     elif any(mark in str(value) for mark in ("$", "`")):

@@ -154,7 +154,7 @@ class Config(Section):
 
     @property
     def reduces_beside_backward(self) -> bool:
-        """Whether engine/reduction reduces the gradients of a run, and not DeepSpeed.
+        """True if engine/reduction reduces the gradients of a run, and not DeepSpeed.
 
         ZeRO-3 takes gradients apart where it takes weights apart. An offloaded optimizer takes them from buffers that
         DeepSpeed fills while it reduces.

@@ -138,7 +138,7 @@ class TrainingWorkload:
 
     @property
     def reductions(self) -> int:
-        """How often in a step such gradients are reduced: for ZeRO-2 once for each micro-batch."""
+        """Number of such reductions in a step: for ZeRO-2 one for each micro-batch."""
         return self.micro_batches if self.layout.zero_stage == 2 and self.reduces_beside_backward else 1
 
     @property

@@ -32,14 +32,8 @@ class TrainState(BaseModel):
 
     def after(self, *, samples: int, tokens: int, skipped: bool) -> TrainState:
         """Returns the state one step later."""
-        return self.model_copy(
-            update={
-                "step": self.step + 1,
-                "consumed_samples": self.consumed_samples + samples,
-                "tokens_seen": self.tokens_seen + tokens,
-                "skipped_steps": self.skipped_steps + skipped,
-            }
-        )
+        more = {"step": 1, "consumed_samples": samples, "tokens_seen": tokens, "skipped_steps": int(skipped)}
+        return self.model_copy(update={name: getattr(self, name) + count for name, count in more.items()})
 
     def rolled_back(self, to: TrainState) -> TrainState:
         """Returns the state `to` of a checkpoint, but past the samples consumed since.

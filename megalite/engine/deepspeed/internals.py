@@ -211,6 +211,7 @@ def take_over_reduction(engine: Any) -> tuple[list[FlatGroup], Any]:
         hook.remove()
     if isinstance(optimizer, bf16_optimizer.BF16_Optimizer):
         optimizer.clear_hp_grads = lambda: None
+        optimizer._update_scale = lambda has_overflow: None  # it has no loss scale, and is asked like the others
     optimizer.finalize_gradient_accumulation_boundary = lambda: None
     return flat_groups(optimizer), optimizer.dp_process_group
 

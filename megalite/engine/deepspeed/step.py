@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import deepspeed.runtime.bf16_optimizer as bf16_optimizer
 import torch
 
 from megalite.engine.deepspeed.loss_scale import DeviceLossScaler
@@ -77,11 +76,8 @@ def takes_step(optimizer: Any, norm: torch.Tensor, norm_on_host: float) -> bool:
 
     It is of the gradients without fp16's loss scale, which is updated.
     """
-    if isinstance(optimizer, bf16_optimizer.BF16_Optimizer):
-        optimizer.overflow = bf16_optimizer.is_invalid_grad_norm(norm_on_host)
-    else:
-        optimizer.overflow = not math.isfinite(norm_on_host)
-        optimizer._update_scale(optimizer.overflow)
+    optimizer.overflow = not math.isfinite(norm_on_host)
+    optimizer._update_scale(optimizer.overflow)
     optimizer._global_grad_norm = float("inf") if optimizer.overflow else norm
     return not optimizer.overflow
 
@@ -102,32 +98,18 @@ def asking_first(optimizer: Any, refuses: Callable[[bool], bool]) -> Iterator[No
 
     DeepSpeed offers no callback between its check for overflow and the update, so the function is replaced that every
     step calls there: `_update_scale` of DeepSpeedZeroOptimizer and DeepSpeedZeroOptimizer_Stage3
-    (runtime/zero/stage_1_and_2.py and stage3.py), which look at `overflow` after it; for BF16_Optimizer
-    (runtime/bf16_optimizer.py) its module's `is_invalid_grad_norm`, which nothing else calls.
+    (runtime/zero/stage_1_and_2.py and stage3.py), which look at `overflow` after it. `takes_step` calls it too.
     """
-    if hasattr(optimizer, "_update_scale"):
-        update_scale = optimizer._update_scale
+    update_scale = optimizer._update_scale
 
-        def ask_or_update(has_overflow: bool = False) -> None:
-            if refuses(has_overflow):
-                optimizer.overflow = True
-            else:
-                update_scale(has_overflow)
+    def ask_or_update(has_overflow: bool = False) -> None:
+        if refuses(has_overflow):
+            optimizer.overflow = True
+        else:
+            update_scale(has_overflow)
 
-        optimizer._update_scale = ask_or_update
-        try:
-            yield
-        finally:
-            del optimizer._update_scale
-        return
-    is_invalid = bf16_optimizer.is_invalid_grad_norm
-
-    def ask_or_invalid(norm: Any) -> bool:
-        has_overflow = is_invalid(norm)
-        return refuses(has_overflow) or has_overflow
-
-    bf16_optimizer.is_invalid_grad_norm = ask_or_invalid
+    optimizer._update_scale = ask_or_update
     try:
         yield
     finally:
-        bf16_optimizer.is_invalid_grad_norm = is_invalid
+        optimizer._update_scale = update_scale
