@@ -123,18 +123,18 @@ def build_run(
     if heartbeat is not None:
         heartbeat.step = lambda: activity.span.step
     events = EventLog(config.run_dir / EVENTS)
-    launch = agree_on_launch()
+    launch_name = agree_on_launch()
     fence.begin(config.run_dir / LOCK, from_rank_0(lambda: fence.read(config.run_dir / LOCK), str))
-    with_local_data = open_on_all_hosts(config, rank, progress)  # before the watchdog, whose limits are for steps
+    config_with_copies = open_on_all_hosts(config, rank, progress)  # before the watchdog, whose limits are for steps
     progress.begin("opening the data")
     watchdog = stack.enter_context(
         Watchdog(
-            *(activity, config.watchdog, config.run_dir, launch, HUNG_CODE),
-            lambda facts: events.write("hung", **facts),
-            tuple(ENDINGS),
+            *(activity, config.watchdog, config.run_dir, launch_name, HUNG_CODE),
+            report=lambda facts: events.write("hung", **facts),
+            same_on_all_ranks=tuple(ENDINGS),
         )
     )
-    data = open_data(with_local_data)
+    data = open_data(config_with_copies)
     prediction = PredictionTracker(config, layout, rank, device, lookup)
     progress.begin("looking for a checkpoint and checking its files")
     start = agree_on_start(config, rank, data, activity, flags)

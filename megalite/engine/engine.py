@@ -28,7 +28,7 @@ from megalite.engine.initialization import initialize
 from megalite.engine.optimizers.muon import Muon
 from megalite.engine.reduction.gradient_reduction import GradientReducer
 from megalite.engine.reduction.interface import DeepSpeedReduction, Reduction
-from megalite.engine.reduction.partitioned_step import PartitionedStep, partition_reductions
+from megalite.engine.reduction.partitioned_step import PartitionedStep, take_over_step
 from megalite.engine.stages import Labels
 from megalite.engine.statistics.expert_bias import ExpertBias
 from megalite.engine.statistics.expert_counts import ExpertCounts
@@ -73,13 +73,14 @@ class Engine(ABC):
         self.runs_ahead = False  # the device works while the host goes on: results may be read a step late
 
     def _initialize(self, model: torch.nn.Module) -> None:
+        """Completes the engine; a subclass calls it once, when it has its modules and knows `tied_weight`."""
         self.deepspeed, self.torch_optimizer = initialize(model, self.config, self.layout, self._grid, self._tp)
         is_ours, device = self.config.reduces_beside_backward, self.deepspeed.device
         self.decision = StepDecision(self.deepspeed, self._tp, may_be_late=is_ours)
         self.reduction: Reduction = DeepSpeedReduction(self.deepspeed.optimizer)
         if is_ours:
             trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-            self.partitioned_step = partition_reductions(
+            self.partitioned_step = take_over_step(
                 self.deepspeed, trained, self.config, self.activity, self._tp, self.decision
             )
             self.reduction = self.partitioned_step.reducer
@@ -206,7 +207,7 @@ class Engine(ABC):
         global_losses = cache(partial(self._reduced_losses, micro_losses))  # collective; the gate may ask first
         with self.decision.about(gate, lambda: global_losses()[0]):
             self.activity.record_op(Operation.OPTIMIZER, peers=self.activity.peers.everyone)
-            self.deepspeed.step()
+            self.deepspeed.step()  # runs `PartitionedStep` where `take_over_step` has put it in the optimizer's place
         for participant in self._participants:
             participant.after_step(self.decision)
         self.activity.record_op(Operation.LOSS, peers=self._loss_peers)

@@ -1,7 +1,7 @@
 """`events.jsonl`: the events of a run besides its steps, one JSON object per line, over all its sessions.
 
-A session is one start of the run's processes. Only rank 0 writes. Lines are never removed, so the file records
-restarts and lost work.
+A session is one start of the run's processes. Rank 0 writes, and of a hang the first rank that explains it: a line is
+one append. Lines are never removed, so the file records restarts and lost work.
 """
 
 from __future__ import annotations

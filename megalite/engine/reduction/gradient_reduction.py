@@ -180,13 +180,11 @@ class GradientReducer:
     def _count(self, bucket: Bucket, one: Slice) -> None:
         bucket.missing -= one.received < one.wanted
         one.received, one.is_held = one.received + 1, True
-        while self._started < self._rounds * len(self._order):
-            round_before, place = divmod(self._started, len(self._order))
-            if self._order[place].missing:
-                break
-            self._start(self._order[place])
-            if round_before + 1 < self._rounds:
-                self._begin_round(self._order[place], round_before + 2)
+        count, in_all = len(self._order), self._rounds * len(self._order)
+        while self._started < in_all and not (turn := self._order[self._started % count]).missing:
+            self._start(turn)
+            if (done := -(-self._started // count)) < self._rounds:
+                self._begin_round(turn, done + 1)
 
     def _start(self, bucket: Bucket) -> None:
         """Starts the collective of the next bucket, and does not wait for it."""

@@ -98,7 +98,7 @@ class PartitionedStep:
         return squares.sqrt().float()
 
 
-def partition_reductions(
+def take_over_step(
     engine: Any,
     parameters: Iterable[nn.Parameter],
     config: Config,
