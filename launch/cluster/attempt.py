@@ -6,7 +6,6 @@ wrong, nothing is left on any host that answers, and on the others nothing that 
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import threading
 import time
@@ -14,7 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
-from launch.cluster.ssh.connection import HostConnection, HostError, in_parallel
+from launch.cluster.ssh.connection import HostConnection, HostError, Refused, in_parallel
+from launch.runtime.logs import get_logger
 from launch.runtime.modules import REAPER, python_command
 from launch.runtime.processes import (
     TICK_S,
@@ -28,6 +28,7 @@ from launch.supervision.liveness import STOPPED_S
 from launch.supervision.supervisor import AttemptEnd
 from megalite.resilience.signals import exit_code_for
 
+log = get_logger(__name__)
 POLL_S = 2.0  # between two questions to a host
 SIGNAL_S = 10.0  # timeout of a request to signal the ranks
 KILL_S = 30.0  # timeout of a kill request; the agent gives the kernel 20 s
@@ -59,6 +60,8 @@ class HostMonitor:
         # host -> number of ranks there, and since when it has no process of the attempt; None: it has some
         self._ranks = dict.fromkeys(connections, 0)
         self._empty_since: dict[str, float | None] = {}
+        self._refused: set[str] = set()  # hosts of which a refusal has been logged
+        self.unkilled: set[str] = set()  # hosts that have refused to kill: their lease is to go on
         self._is_over = threading.Event()
 
     def __enter__(self) -> Self:
@@ -97,33 +100,48 @@ class HostMonitor:
 
     def ask_all(
         self, action: str, timeout_s: float, names: Iterable[str] = (), **arguments: object
-    ) -> dict[str, dict[str, Any]]:
-        """Returns the answers of the hosts in `names`, by default of all hosts that are not lost."""
+    ) -> tuple[dict[str, dict[str, Any]], dict[str, HostError]]:
+        """Asks the hosts in `names`, by default all that are not lost; returns the answers, and why others failed."""
         asked = list(names) or [name for name in self._connections if name not in self.lost()]
-        answers, _ = in_parallel(
+        answers, failed = in_parallel(
             asked, lambda name: self._connections[name].ask(action, timeout_s=timeout_s, **arguments)
         )
-        return answers
+        for name, error in failed.items():
+            self._log_refusal(name, error)
+        return answers, failed
+
+    def _log_refusal(self, name: str, error: HostError) -> None:
+        """Logs the first refusal of a host; of one that does not answer `problem` tells in time."""
+        if isinstance(error, Refused) and name not in self._refused:
+            self._refused.add(name)
+            log.warning("%s", error)
 
     def count_ranks(self) -> int:
-        """Asks all hosts how many ranks run there now, and returns the sum."""
-        return sum(len(answer["ranks"]) for answer in self.ask_all("ranks", self._lease_s).values())
+        """Asks all hosts how many ranks run there, and returns the sum; of one that fails, the last number counts."""
+        answers, failed = self.ask_all("ranks", self._lease_s)
+        return sum(len(answer["ranks"]) for answer in answers.values()) + sum(self._ranks[name] for name in failed)
 
     def kill(self) -> list[str]:
-        """Ends every process of the attempt; returns the hosts where the kernel could not end one.
+        """Ends every process of the attempt; returns the hosts where one may be left.
 
-        For hosts that do not answer it waits until their agents must have done so.
+        For hosts that do not answer it waits until their agents must have done so; it gives up those that refuse.
         """
         answers: dict[str, dict[str, Any]] = {}
-        while waiting := self._connections.keys() - answers.keys() - set(self.lost()):
-            answers |= self.ask_all("kill", KILL_S, waiting)  # repeated after a reconnection
+        patience_until = time.monotonic() + KILL_S
+        while waiting := self._connections.keys() - answers.keys() - self.unkilled - set(self.lost()):
+            done, failed = self.ask_all("kill", KILL_S, waiting)  # repeated after a reconnection
+            answers |= done
+            for name, error in failed.items():
+                if isinstance(error, Refused) and time.monotonic() > patience_until:
+                    self.unkilled.add(name)
+                    log.warning("%s: look there for processes of the run that are left, and end them", error)
             time.sleep(0.1)
-        return [name for name, answer in answers.items() if answer["left"]]
+        return [*(name for name, answer in answers.items() if answer["left"]), *sorted(self.unkilled)]
 
     def _poll(self, name: str) -> None:
         while not self._is_over.wait(POLL_S):
-            with contextlib.suppress(HostError):
-                connection = self._connections[name]
+            connection = self._connections[name]
+            try:
                 if not connection.is_open:  # the agent, or ssh, was killed
                     connection.close()
                     heard = connection.heard
@@ -140,6 +158,10 @@ class HostMonitor:
                 seen = self._stopped[name]
                 stopped = {one["process"]: one["rank"] for one in answer["ranks"] if one["state"] == "T"}
                 self._stopped[name] = {pid: (rank, seen.get(pid, (rank, now))[1]) for pid, rank in stopped.items()}
+            except HostError as error:
+                self._log_refusal(name, error)
+                if connection is not self._connections[name]:  # its agent does not guard the ranks
+                    connection.close()
 
 
 class HostsAttempt:
@@ -160,7 +182,7 @@ class HostsAttempt:
         self._environment, self._monitor, self._grace_s = environment, monitor, grace_s
         self._stale_reason, self._has_started = stale_reason, has_started
         self._stop = StopRequest(grace_s)
-        self._signalled_at = 0.0
+        self._signalled_at, self._has_signalled = 0.0, False
 
     def run(self, signals: StopSignals) -> AttemptEnd:
         """Runs the command to its end, and kills what is left of the attempt on all hosts."""
@@ -196,13 +218,14 @@ class HostsAttempt:
         return None
 
     def _signal_ranks(self) -> bool:
-        """Sends the stop signal to all ranks every RESEND_S; False if there are no ranks yet, so nothing to save."""
+        """Sends the stop signal to all ranks every RESEND_S; False if no host has ranks yet, nothing to save."""
         now = time.monotonic()
         if now - self._signalled_at < RESEND_S:
             return True
-        is_first, self._signalled_at = self._signalled_at == 0.0, now
-        answers = self._monitor.ask_all("signal", SIGNAL_S, number=self._stop.rank_signal)
-        return not is_first or any(answer["ranks"] for answer in answers.values())
+        self._signalled_at = now
+        answers, failed = self._monitor.ask_all("signal", SIGNAL_S, number=self._stop.rank_signal)
+        self._has_signalled = self._has_signalled or any(answer["ranks"] for answer in answers.values())
+        return self._has_signalled or bool(failed)
 
     def _drain_ranks(self, code: int, signals: StopSignals) -> AttemptEnd:
         """Handles ranks that survive the command.

@@ -109,9 +109,8 @@ def choose_hosts(
     slots = sum(host.slots for host in fit)
     layout = resolve_layout(config, wanted, device)
     if slots < wanted:
-        smaller = None
-        if may_shrink and config.parallel.data_parallel_size == "auto":
-            smaller = _largest_layout(config, device, slots)
+        can_shrink = may_shrink and config.parallel.data_parallel_size == "auto"
+        smaller = _largest_layout(config, device, slots) if can_shrink else None
         if smaller is None:
             reason = ""
             if why_not:
@@ -125,12 +124,9 @@ def choose_hosts(
                 "with --exclude, or name others in the hostfile"
             )
         layout = smaller
-    candidates = fit
-    for count in range(max(1, len(fit) - spares), len(fit)):
-        if sum(host.slots for host in fit[:count]) >= layout.world_size:
-            candidates = fit[:count]
-            break
-    hosts, notices = place_hosts(config, layout, candidates, topology)
+    counts = range(max(1, len(fit) - spares), len(fit))
+    enough = (count for count in counts if sum(host.slots for host in fit[:count]) >= layout.world_size)
+    hosts, notices = place_hosts(config, layout, fit[: next(enough, len(fit))], topology)
     if layout.world_size < wanted:
         fewer = f"going on with {layout.world_size} ranks instead of {wanted}: data parallelism is auto"
         notices = (fewer, *notices)

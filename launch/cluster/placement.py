@@ -86,11 +86,10 @@ def place_hosts(
 
 
 def _placement(costs: Costs, nodes: Sequence[Node], picks: Picks) -> Placement:
-    per_level = costs.bytes_per_level(picks)
     cost, leaves, *_ = costs.score(picks)
     return Placement(
         hosts=tuple((nodes[node].name, count) for node, count in picks),
-        crossing=dict(zip(costs.levels, per_level, strict=True)),
+        crossing=dict(zip(costs.levels, costs.bytes_per_level(picks), strict=True)),
         cost=cost,
         leaves=leaves,
         notices=tuple(_notices(costs, nodes, picks)),

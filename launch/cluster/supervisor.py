@@ -307,7 +307,7 @@ class HostsSupervisor(Supervisor):
             ended = replace(ended, code=int((folder / "first_code").read_text() or FAILED_CODE))
         shutil.rmtree(folder, ignore_errors=True)
         self._connections |= connections  # the monitor may have reconnected
-        in_parallel([name for name in connections if name not in lost], lambda name: connections[name].ask("release"))
+        in_parallel(connections.keys() - lost - monitor.unkilled, lambda name: connections[name].ask("release"))
         for name in lost:
             self._connections.pop(name).close()
         if lost and ended.reason is None and ended.code:

@@ -198,8 +198,7 @@ class Supervisor(ABC):
         def report(reason: str) -> None:
             if reason != self._unreadable:
                 self._unreadable = reason
-                command = "the exit code of the command alone counts"
-                self._log(f"{self._run_dir} is unreadable, so that {command}: {reason}")
+                self._log(f"{self._run_dir} is unreadable, so the command's exit code alone counts: {reason}")
 
         return RunFolder.read(self._run_dir, report)
 

@@ -84,10 +84,7 @@ class BandwidthMeasurement:
 
         def exchange(tensor: torch.Tensor) -> None:
             for message, sends in ((tensor, begins), (self._one, not begins)):
-                if sends:
-                    self._dist.send(message, other)
-                else:
-                    self._dist.recv(message, other)
+                (self._dist.send if sends else self._dist.recv)(message, other)
 
         def sender_time(seconds: float) -> float:
             value = self._one.clone().fill_(seconds)
@@ -107,11 +104,8 @@ class BandwidthMeasurement:
             count < self._payload.nbytes and agree(self._seconds(work, self._payload[: count // 4], 1)) < LONG_ENOUGH_S
         ):
             count *= 4
-        return {
-            "latency_s": latency_s,
-            "bytes": count,
-            "seconds": self._seconds(work, self._payload[: count // 4], REPEATS),
-        }
+        seconds = self._seconds(work, self._payload[: count // 4], REPEATS)
+        return {"latency_s": latency_s, "bytes": count, "seconds": seconds}
 
     def _seconds(self, work: Callable[[torch.Tensor], None], tensor: torch.Tensor, repeats: int) -> float:
         """Returns the median time of `repeats` calls; a first call, which connects, is not counted."""

@@ -43,9 +43,8 @@ def check_layout(answers: Answers) -> list[Finding]:
         _, layout, later = layout_or_likely(config, Ranks(ranks, slots, device))
     except ConfigError as error:
         return [Finding("layout", FAIL, (), str(error))]
-    if later:
-        return [Finding("layout", OK, (), f"{later[0]}; {ranks} slots")]
-    return [Finding("layout", OK, (), f"{format_sizes(config, layout)} on {ranks} slots")]
+    found = f"{later[0]};" if later else f"{format_sizes(config, layout)} on"
+    return [Finding("layout", OK, (), f"{found} {ranks} slots")]
 
 
 def check_machines(answers: Answers) -> list[Finding]:
@@ -140,10 +139,8 @@ def check_run_dir(answers: Answers) -> list[Finding]:
         else:
             remedy = f"mount the same storage at {run_dir} on all hosts, or choose another run_dir"
             problems.add(name, FAIL, sentence, remedy)
-    return (
-        problems.findings(answers.there, f"{run_dir} {'is shared' if len(answers.hosts) > 1 else 'can be written'}")
-        + here
-    )
+    fine = f"{run_dir} {'is shared' if len(answers.hosts) > 1 else 'can be written'}"
+    return problems.findings(answers.there, fine) + here
 
 
 def check_data(answers: Answers) -> list[Finding]:

@@ -38,11 +38,9 @@ class PreflightReport:
 
     hosts: tuple[str, ...]
     findings: tuple[Finding, ...]
-    addresses: Mapping[str, str]
-    """Addresses at which the other hosts reach each one; that of the first is `--master_addr`."""
+    addresses: Mapping[str, str]  # at which the other hosts reach each one; that of the first is `--master_addr`
     facts: Mapping[str, Mapping[str, Any]]
-    device: Device
-    """Device of the ranks."""
+    device: Device  # of the ranks
     seconds: float
 
     @property

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import stat
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from launch.cluster.doctor.findings import FAIL, OK, WARN, Answers, Finding, Problems, Severity
@@ -54,11 +55,8 @@ def problem_of_folder(folder: Path) -> tuple[Severity, str, str] | None:
             verdict = WARN if mode & stat.S_ISVTX else FAIL
             return verdict, f"all users may write the run's folder {place}", f"chmod o-w {place}"
         if not mode & stat.S_ISVTX:
-            return (
-                WARN,
-                f"all users may replace the run's folder {folder}, because they may write {place}",
-                f"chmod +t {place}, or another run_dir",
-            )
+            sentence = f"all users may replace the run's folder {folder}, because they may write {place}"
+            return WARN, sentence, f"chmod +t {place}, or another run_dir"
     return None
 
 
@@ -67,20 +65,10 @@ def problems_of_shell(environment: Mapping[str, str], home: Path) -> list[tuple[
     unread = unread_environment_file(user_environment_files(environment))
     found = [] if unread is None else [unread]
     if environment.get("RAY_ADDRESS") and environment.get("RAY_AUTH_MODE") != "token":
-        found.append(
-            (
-                "RAY_ADDRESS names a cluster, and RAY_AUTH_MODE=token is not set, without which Ray lets everybody in",
-                "set it where the cluster is started and here",
-            )
-        )
+        why = "RAY_ADDRESS names a cluster, and RAY_AUTH_MODE=token is not set, without which Ray lets everybody in"
+        found.append((why, "set it where the cluster is started and here"))
     token = Path(environment.get("RAY_AUTH_TOKEN_PATH") or home / RAY_TOKEN)
-    if (mode := _mode(token)) and mode & PRIVATE_MODE:
-        found.append((f"other users may read Ray's token in {token}", f"chmod 600 {token}"))
+    with suppress(OSError):
+        if token.stat().st_mode & PRIVATE_MODE:
+            found.append((f"other users may read Ray's token in {token}", f"chmod 600 {token}"))
     return found
-
-
-def _mode(path: Path) -> int | None:
-    try:
-        return path.stat().st_mode
-    except OSError:
-        return None

@@ -162,17 +162,21 @@ class Agent:
         """
         self.release()
         remove_left_over(PRIVATE_FOLDER)
-        self._renewed = time.monotonic()
-        self._attempt, self._lease_s = attempt, lease_s
-        self._private = PRIVATE_FOLDER / f"{PRIVATE_PREFIX}{attempt}.json"
+        path = PRIVATE_FOLDER / f"{PRIVATE_PREFIX}{attempt}.json"
         # of mode 0600, under a name that nobody can have taken before
         descriptor, new = tempfile.mkstemp(dir=str(PRIVATE_FOLDER), prefix=f"{PRIVATE_PREFIX}{attempt}.")
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         self._lock = os.dup(descriptor)
-        with os.fdopen(descriptor, "w") as file:
-            json.dump({**private, AGENT: str(os.getpid())}, file)
-        Path(new).replace(self._private)
-        return {"private_environment": str(self._private)}
+        try:
+            with os.fdopen(descriptor, "w") as file:
+                json.dump({**private, AGENT: str(os.getpid())}, file)
+            Path(new).replace(path)
+        except OSError:
+            Path(new).unlink()
+            raise
+        # last: an agent that refuses guards nothing, and its lease ends no rank
+        self._renewed, self._attempt, self._lease_s, self._private = time.monotonic(), attempt, lease_s, path
+        return {"private_environment": str(path)}
 
     def ranks(self) -> dict[str, Any]:
         """Returns rank, process id and state of each rank of the attempt here, and the number of its processes."""

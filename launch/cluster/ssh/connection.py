@@ -54,6 +54,10 @@ class HostError(LaunchError):
     """A host cannot be reached or does not do what was asked; the message is one sentence."""
 
 
+class Refused(HostError):
+    """A host has answered that it cannot do what it was asked."""
+
+
 class HostConnection:
     """Connection to an agent on a host. Thread-safe."""
 
@@ -98,7 +102,7 @@ class HostConnection:
             raise
 
     def ask(self, action: str, *, timeout_s: float = 10.0, **arguments: object) -> dict[str, Any]:
-        """Sends a request and returns the reply. Raises HostError if there is none within `timeout_s`, or an error."""
+        """Sends a request and returns the reply. Raises HostError if none comes in `timeout_s`, or Refused."""
         answers = queue.SimpleQueue[dict[str, Any] | None]()
         with self._lock:
             if not self.is_open:
@@ -119,7 +123,7 @@ class HostConnection:
         if answer is None:
             raise self._lost()
         if "error" in answer:
-            raise HostError(f"host {self.name} cannot do what it was asked ({action}): {answer['error']}")
+            raise Refused(f"host {self.name} cannot do what it was asked ({action}): {answer['error']}")
         reply: dict[str, Any] = answer["reply"]
         return reply
 

@@ -47,7 +47,7 @@ def test_why_a_folder_is_unreadable_is_told_once(tmp_path: Path) -> None:
     (tmp_path / EVENTS).write_text('{"event": "started", "step": "many"}\n')
     assert SilentSupervisor(Policy(1, 0.0, 0.0), tmp_path, None).run() == 1
     told = [line for line in (tmp_path / LOG).read_text().splitlines() if "ValueError: invalid literal for int" in line]
-    assert len(told) == 1 and f"{tmp_path} is unreadable, so that the exit code of the command alone counts" in told[0]
+    assert len(told) == 1 and f"{tmp_path} is unreadable, so the command's exit code alone counts" in told[0]
 
 
 @pytest.mark.parametrize(("tokens_seen", "code"), [(1000, 0), (872, 1)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -88,6 +89,22 @@ def test_a_name_that_somebody_has_taken_does_not_refuse_the_guard(attempt: str) 
     assert json.loads(path.read_text())["HF_TOKEN"] == "secret" and path.stat().st_mode & 0o777 == 0o600
     agent.release()
     assert not path.exists()
+
+
+@pytest.mark.parametrize("fails", ["tempfile.mkstemp", "json.dump"])
+def test_an_agent_that_cannot_guard_has_no_lease(fails: str, attempt: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Full memory of the host: it refused, and killed the ranks once the lease that nobody renewed was over."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    agent = Agent({}, "word")
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="No space left"):
+        patched.setattr(fails, fail)
+        agent.guard(attempt, 5.0, {})
+    assert agent._lease_s == float("inf") and not list(Path("/dev/shm").glob(f"megalite_{attempt}*"))
+    assert agent.guard(attempt, 1e9, {})["private_environment"], "and may try again"
+    agent.release()
 
 
 def test_what_a_killed_agent_left_is_removed_by_a_later_one_and_nothing_else(tmp_path: Path, attempt: str) -> None:

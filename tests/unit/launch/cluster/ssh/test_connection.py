@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.cluster.ssh.connection import LINE_BYTES, HostConnection, HostError, answer_in, short_lines
+from launch.cluster.ssh.connection import LINE_BYTES, HostConnection, HostError, Refused, answer_in, short_lines
 
 # an ssh that prints something, and then runs the remote command here
 SSH = """#!/bin/bash
@@ -55,6 +55,8 @@ def test_messages_at_login_are_no_answers(connect: Connect, first: str) -> None:
     connection = connect(first)
     try:
         assert connection.is_open and connection.ask("clock")["time"] > 0
+        with pytest.raises(Refused, match=r"^host node1 cannot do what it was asked \(no such thing\): KeyError: "):
+            connection.ask("no such thing")
         assert time.monotonic() - began < 10
     finally:
         connection.close()
