@@ -12,6 +12,8 @@ name.
   received, so that what hangs for some size of message on some network hangs here. Operations of a communicator run one
   at a time; two that do not match end the process, and a step that hangs does after STAND_IN_PATIENCE_S, each rank with
   what it waits for.
+- Memory that the allocator gives out again while a copy or an operation of NCCL may still use it, however soon that has
+  ended this time, ends the process. What kernels read and write is not known.
 - Everything above is torch's own: dispatch and argument checks, the caching allocator, autograd's threads,
   ProcessGroupNCCL with its watchdog, torch.compile with Triton and ptxas for the device's capability.
 

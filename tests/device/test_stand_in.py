@@ -178,3 +178,25 @@ def _memory(rank: int) -> None:
     del taken
     assert torch.empty(5, device="cuda").cpu().eq(0).all(), "what is taken again is zeroed"
     assert (counts_now() - before).allocations >= 2
+
+
+def _taken_again(rank: int, folder: Path, waits: bool) -> None:
+    """A copy on a stream of its own, of a tensor that is given back and whose memory is taken again at once."""
+    say_into(folder, rank)
+    x, y, side = torch.empty(1000, device="cuda"), torch.empty(1000, device="cuda"), torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        y.copy_(x)
+    if waits:
+        torch.cuda.current_stream().wait_stream(side)
+    place = x.data_ptr()
+    del x
+    assert torch.empty(1000, device="cuda").data_ptr() == place
+
+
+def test_memory_that_a_stream_may_still_read_is_not_taken_again(tmp_path: Path) -> None:
+    """However soon the copy has ended this time."""
+    run_fresh_ranks(_taken_again, 1, tmp_path, True)
+    said = said_by_failing(tmp_path, _taken_again, 1, False)
+    assert re.search(r"the allocator's use by stream \d+ may come while stream \d+ still is at a copy of them", said), (
+        said
+    )

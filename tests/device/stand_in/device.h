@@ -9,6 +9,7 @@
 
 #define EXPORTED __attribute__((visibility("default")))
 #define MOST_DEVICES 16
+#define MOST_STREAMS 512
 
 /* counts.c: what tests read, each a number since the process began */
 enum count {
@@ -33,7 +34,7 @@ enum count {
 void count(enum count what);
 void say(const char *format, ...) __attribute__((format(printf, 1, 2)));
 void give_up(const char *format, ...) __attribute__((format(printf, 1, 2), noreturn));
-enum setting_name { DEVICES, CAPABILITY, GIBIBYTES, PATIENCE, CONNECTIONS };
+enum setting_name { DEVICES, CAPABILITY, GIBIBYTES, PATIENCE, CONNECTIONS, HAZARDS };
 double setting(enum setting_name name);
 
 /* memory.c: ranges of a device's and of pinned memory */
@@ -53,6 +54,7 @@ struct event {
     struct stream *stream; /* NULL: never recorded */
     uint64_t place; /* it has happened once so many operations of the stream have ended */
     double seconds;
+    uint64_t clock[MOST_STREAMS]; /* hazards.c */
 };
 /* What a stream runs that needs other ranks. `start` and `advance` are called with the lock held: may it start, has it
  * ended? */
@@ -75,9 +77,19 @@ void enqueue_shared(struct stream *stream, struct shared_work *work);
 void record_event(struct event *event, struct stream *stream);
 void await_event(struct stream *stream, const struct event *event);
 bool has_happened(const struct event *event);
+bool host_sees(const struct event *event); /* whether it has happened, which the host knows then */
 void host_waits_for_event(const struct event *event);
 void host_waits_for_stream(struct stream *stream);
 void host_waits_for_device(void);
+
+/* hazards.c: what has surely ended before what; all with the lock held */
+void clock_to_event(uint64_t *event, int stream, uint64_t place);
+void clock_from_event(int stream, const uint64_t *event);
+void host_knows(const uint64_t *event);
+void note_access(int stream, uint64_t place, const void *begin, size_t size, bool writes, const char *what);
+void note_taking(int stream, void *begin, size_t size);
+void note_shared_access(struct stream *stream, const void *begin, size_t size, bool writes, const char *what);
+void stream_takes(struct stream *stream, void *begin, size_t size);
 
 /* job.c: what the ranks of a job share */
 uint32_t *doorbell(void); /* rung whenever a rank may find that it can go on */

@@ -136,5 +136,5 @@ enum place place_of(const void *pointer, int *device, void **base, size_t *size)
 
 EXPORTED void stand_in_takes(void *begin, size_t size, void *stream)
 {
-    zero_memory(begin, size);
+    stream_takes(stream_of(stream), begin, size);
 }

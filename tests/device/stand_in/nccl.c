@@ -432,6 +432,18 @@ static void describe(struct shared_work *work, char *text, size_t size)
 static __thread int depth, gathered, room;
 static __thread struct { struct part part; struct communicator *in; struct stream *stream; } *group;
 
+/* What an operation reads and writes; of a root, what it has. */
+static void note_accesses(const struct communicator *in, const struct call *call, struct stream *stream)
+{
+    size_t size = call->numbers * size_of_type(call->type), of_all = in->size * size;
+    bool reads_all = call->kind == REDUCE_SCATTER || call->kind == ALL_TO_ALL;
+    bool writes_all = call->kind == ALL_GATHER || call->kind == ALL_TO_ALL, is_root = call->root == in->me;
+    if (call->from && (call->kind != BROADCAST || is_root))
+        note_shared_access(stream, call->from, reads_all ? of_all : size, false, NAMES[call->kind]);
+    if (call->to && (call->kind != REDUCE || is_root))
+        note_shared_access(stream, call->to, writes_all ? of_all : size, true, NAMES[call->kind]);
+}
+
 static void enqueue_group(void)
 {
     for (int i = 0; i < gathered; i++) {
@@ -445,6 +457,7 @@ static void enqueue_group(void)
         for (int other = i; other < gathered; other++)
             if (group[other].in == in) {
                 bundle->parts[bundle->many++] = group[other].part;
+                note_accesses(in, &group[other].part.call, group[i].stream);
                 group[other].in = NULL;
             }
         if (bundle->many >= RING)

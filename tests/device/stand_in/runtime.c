@@ -349,7 +349,7 @@ EXPORTED cudaError_t cudaStreamQuery(cudaStream_t stream)
     struct event end;
     count(QUERIES);
     record_event(&end, STREAM(stream));
-    return has_happened(&end) ? cudaSuccess : cudaErrorNotReady;
+    return host_sees(&end) ? cudaSuccess : cudaErrorNotReady;
 }
 
 EXPORTED cudaError_t cudaStreamSynchronize(cudaStream_t stream)
@@ -411,7 +411,7 @@ EXPORTED cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream)
 EXPORTED cudaError_t cudaEventQuery(cudaEvent_t event)
 {
     count(QUERIES);
-    return has_happened(EVENT(event)) ? cudaSuccess : cudaErrorNotReady;
+    return host_sees(EVENT(event)) ? cudaSuccess : cudaErrorNotReady;
 }
 
 EXPORTED cudaError_t cudaEventSynchronize(cudaEvent_t event)

@@ -69,6 +69,8 @@ struct stream *make_stream(void)
     struct stream *stream = calloc(1, sizeof *stream);
     pthread_mutex_lock(&lock);
     stream->number = streams_made++;
+    if (stream->number >= MOST_STREAMS)
+        give_up("a process has more than %d streams", MOST_STREAMS);
     stream->device = chosen_device;
     stream->next = streams;
     streams = stream;
@@ -226,6 +228,10 @@ static void enqueue(struct stream *stream, struct operation operation)
     operation.order = ++last_order;
     operation.steps = 1;
     stream->enqueued++;
+    if (operation.kind == COPY)
+        note_access(stream->number, stream->enqueued, operation.from, operation.size, false, "a copy");
+    if (operation.kind == COPY || operation.kind == FILL)
+        note_access(stream->number, stream->enqueued, operation.to, operation.size, true, "a copy or fill");
     struct operation *last = stream->last;
     if (operation.kind == KERNELS && last && last->kind == KERNELS && last->order == last_order - 1) {
         last->order = last_order;
@@ -293,19 +299,31 @@ void enqueue_shared(struct stream *stream, struct shared_work *work)
     enqueue(stream, (struct operation){.kind = SHARED, .work = work});
 }
 
+static void mark_end(struct event *event, struct stream *stream)
+{
+    event->stream = stream;
+    event->place = stream->enqueued;
+    event->seconds = now();
+    clock_to_event(event->clock, stream->number, stream->enqueued);
+}
+
 void record_event(struct event *event, struct stream *stream)
 {
     count(RECORDS);
     pthread_mutex_lock(&lock);
-    *event = (struct event){stream, stream->enqueued, now()};
+    mark_end(event, stream);
     pthread_mutex_unlock(&lock);
 }
 
 void await_event(struct stream *stream, const struct event *event)
 {
     count(WAITS);
-    if (event->stream && event->stream != stream)
-        enqueue(stream, (struct operation){.kind = WAIT, .event = *event});
+    if (!event->stream || event->stream == stream)
+        return;
+    pthread_mutex_lock(&lock);
+    clock_from_event(stream->number, event->clock);
+    pthread_mutex_unlock(&lock);
+    enqueue(stream, (struct operation){.kind = WAIT, .event = *event});
 }
 
 void host_waits_for_event(const struct event *event)
@@ -314,12 +332,26 @@ void host_waits_for_event(const struct event *event)
     pthread_mutex_lock(&lock);
     while (!has_happened(&awaited))
         pthread_cond_wait(&moved, &lock);
+    host_knows(awaited.clock);
     pthread_mutex_unlock(&lock);
+}
+
+bool host_sees(const struct event *event)
+{
+    pthread_mutex_lock(&lock);
+    bool sees = has_happened(event);
+    if (sees && event->stream)
+        host_knows(event->clock);
+    pthread_mutex_unlock(&lock);
+    return sees;
 }
 
 void host_waits_for_stream(struct stream *stream)
 {
-    struct event end = {stream, stream->enqueued, 0};
+    struct event end;
+    pthread_mutex_lock(&lock);
+    mark_end(&end, stream);
+    pthread_mutex_unlock(&lock);
     host_waits_for_event(&end);
 }
 
@@ -328,4 +360,20 @@ void host_waits_for_device(void)
     for (struct stream *stream = streams; stream; stream = stream->next)
         if (stream->device == chosen_device)
             host_waits_for_stream(stream);
+}
+
+/* Is called before the operation is enqueued. */
+void note_shared_access(struct stream *stream, const void *begin, size_t size, bool writes, const char *what)
+{
+    pthread_mutex_lock(&lock);
+    note_access(stream->number, stream->enqueued + 1, begin, size, writes, what);
+    pthread_mutex_unlock(&lock);
+}
+
+void stream_takes(struct stream *stream, void *begin, size_t size)
+{
+    pthread_mutex_lock(&lock);
+    note_taking(stream->number, begin, size);
+    pthread_mutex_unlock(&lock);
+    zero_memory(begin, size);
 }
