@@ -135,7 +135,7 @@ def test_own_text_is_prepared_as_documented(workplace: Path, monkeypatch: pytest
         elif words[1] == "prepare":
             done = CliRunner().invoke(app, words[1:])
             assert done.exit_code == 0, f"{line}\n{done.output}\n{done.exception!r}"
-            said.append(done.output)
+            said.append(done.stdout)  # progress is on stderr
     assert [text.split()[:2] for text in said] == [
         ["dry", "run:"], ["runs/own_text/data/text.bin:", f"{len(list(Path('docs').glob('*.md'))) + 1}"],
         ["runs/own_text/data/pages.bin:", "4"],

@@ -439,7 +439,7 @@ def test_limits_are_learned_for_each_kind_of_work() -> None:
         assert limits.seconds(unhurried) == 1800, "the next may read or write more"
     sentence = "Step 12 has not ended for 412 s; the longest of the last 20 took 35 s."
     assert limits.sentence(Span(Phase.STEP, 12, 0.0), 412.0) == sentence
-    sentence = "The checkpoint of step 12 has not ended for 30 minutes; it is the first."
+    sentence = "The checkpoint of step 12 has not ended for 30 min; it is the first."
     assert limits.sentence(Span(Phase.CHECKPOINT, 12, 0.0), 1801.0) == sentence
 
 
