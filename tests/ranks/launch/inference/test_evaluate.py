@@ -245,7 +245,7 @@ def test_learned_positions_and_single_tokens_have_their_sentence(tmp_path: Path)
     (tmp_path / "a.txt").write_text("a")
     with pytest.raises(USER_ERRORS, match="learned 64 positions"):
         evaluated(EvaluateRequest(ModelPlacement(str(folder)), [str(tmp_path / "a.txt")], [], sequence_length=65))
-    with pytest.raises(USER_ERRORS, match="no document has two tokens"):
+    with pytest.raises(USER_ERRORS, match="no document has the two tokens"):
         evaluated(EvaluateRequest(ModelPlacement(str(folder)), [str(tmp_path / "a.txt")], []))
 
 
