@@ -243,7 +243,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "no step of a range": (["run", "--steps", "11-29"], "no timeline of steps 11 to 29: there are those of 10, 30"),
     "no range": (["run", "--steps", "30"], "--steps 30: give the first and the last step, such as 10-100"),
     "a range backwards": (["run", "--steps", "30-10"], "--steps 30-10: give the first and the last step"),
-    "step 0": (["run", "--step", "0"], "'--step'"),
+    "step 0": (["run", "--step", "0"], "--step must be greater than or equal to 1, got '0'"),
     "both": (["run", "--step", "10", "--steps", "10-30"], "give one of them"),
     "why of a range": (["run", "--why", "--steps", "10-30"], "leave out --steps 10-30"),
     "why into a file": (["run", "--why", "-o", "x.json.gz"], "leave out --output x.json.gz"),
