@@ -202,7 +202,7 @@ def test_bad_requests_are_one_sentence(write_corpus: WriteCorpus) -> None:
         PackedSamples([prefix], 4, 0, "train", 1.5)
     with pytest.raises(DataError, match="split 'test' does not exist"):
         PackedSamples([prefix], 4, 0, "test")  # type: ignore[arg-type]
-    with pytest.raises(DataError, match=r"held_out split of .* is empty \(1 documents"):
+    with pytest.raises(DataError, match=r"held_out split of .* is empty \(documents: 1, "):
         PackedSamples([prefix], 4, 0, "held_out", 0.01)
     give_meta(prefix, 4)
     give_meta(other, 4, tokenizer="another")

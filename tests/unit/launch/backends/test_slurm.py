@@ -272,7 +272,6 @@ MISTAKES = {
     ),
     "too many hosts": (["-N", "4", "--gpus-per-node", "0"], ["2 ranks", "4 nodes", "give --nodes 2, or"]),
     "ranks without GPUs": ([*ON_GPUS, "--ntasks-per-node", "4"], ["--ntasks-per-node 4", "--gpus-per-node 8"]),
-    "fp16 on the CPU": ([*ON_CPU, "precision.dtype=fp16"], ["fp16"]),
     "unknown option": ([*ON_CPU, "training.stepz=3"], ["training.stepz", "training.steps"]),
     "other data than the checkpoint's": ([*ON_CPU, "model.vocab_size=100"], ["vocab_size", "100"]),
     "may not go on": ([*ON_CPU, "checkpoint.resume=false"], ["checkpoint.resume"]),

@@ -19,7 +19,7 @@ MISTAKES = {
     "bench --vary training.micro_batch_size=2,3": "training.global_batch_size 4 is not a multiple of",
     "bench --vary parallel.zero_stage": "write an option and its values",
     "bench training.steps=9": "--steps is the number of steps that are measured: leave this one out",
-    "bench --steps 0": "should be greater than or equal to 1",
+    "bench --steps 0": "--steps must be greater than or equal to 1, got '0'",
     "scaling": "either --weak or --strong",
     "scaling --ranks 1,2": "either --weak or --strong",
     "scaling --ranks 1,2 --weak --strong": "either --weak or --strong",

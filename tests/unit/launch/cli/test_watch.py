@@ -93,7 +93,7 @@ def test_mistakes_are_one_sentence(run_dir: Path, tmp_path: Path, capsys: pytest
             ([tmp_path], "is no folder of a run"),
             ([run_dir, "--port", taken.getsockname()[1]], "nothing can listen on 127.0.0.1, port"),
             ([run_dir, "--host", "192.0.2.1"], "nothing can listen on 192.0.2.1"),
-            ([run_dir, "--port", "70000"], "less than or equal to 65535"),
+            ([run_dir, "--port", "70000"], "--port must be at most 65535"),
         ):
             assert command(*words) == 2
             said = capsys.readouterr().err
