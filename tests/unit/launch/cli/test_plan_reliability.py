@@ -213,7 +213,7 @@ def test_what_is_not_counted_is_told(tiny: dict[str, Any], tmp_path: Path) -> No
     checkpoint = {"interval": 50, "mean_hours_between_failures": 1500.0}
     path = write_config(tmp_path / "c.yaml", tiny | {"checkpoint": checkpoint})
     steps, hours = answer(str(path), "--gpus", "8,16")["notices"][:2]
-    assert steps.startswith("checkpoint.interval 50 is not counted") and "1500 is not counted" in hours
+    assert steps.startswith("checkpoint.interval 50 is not counted") and "1,500 is not counted" in hours
     one = answer(str(path), "--gpus", "8")
     assert one["scales"][0]["mtbf_hours"] == pytest.approx(1500) and "is not counted here" not in str(one["notices"])
     assert "checkpoint.mean_hours_between_failures=1500" in plan(str(path), "--gpus", "8"), "a plain number"
