@@ -64,9 +64,8 @@ class ExpertBalance(nn.Module):
         super().__init__()
         self.experts, self._tp = experts, tp
         self.losses = RouterConfig()  # of the run, which the engine sets
-        self.scale: Tensor | float = (
-            0.0  # of the gradient of one sequence's loss, set for each step: fp16's loss scale is in it
-        )
+        # of the gradient of one sequence's loss, set for each step: fp16's loss scale is in it
+        self.scale: Tensor | float = 0.0
         # no buffers, which DeepSpeed would cast
         self.bias: Tensor | None = None  # [experts] fp32, added to scores where experts are chosen
         # of this step, the engine's; None: nobody counts

@@ -47,7 +47,7 @@ def broken_rules(config: Config, data_parallel_size: int | None, device: Device 
         *problems_with_stages(config, lambda in_stage: _of_batch(in_stage, data_parallel_size)),
         *problems_with_performance(config, device),
         *_deepspeed(config, device),
-        *_gradient_reduction(config, device),
+        *_gradient_reduction(config),
         *_offload(config),
         *_offload_to_nvme(config),
         *problems_with_optimizer(config),
@@ -156,7 +156,7 @@ def _monitor(config: Config, device: Device | None) -> Iterator[str]:
         )
 
 
-def _gradient_reduction(config: Config, device: Device | None) -> Iterator[str]:
+def _gradient_reduction(config: Config) -> Iterator[str]:
     zero, dtype = config.deepspeed.get("zero_optimization", {}), config.precision.dtype
     is_ours = config.reduces_beside_backward
     if is_ours or config.parallel.zero_stage < 2:

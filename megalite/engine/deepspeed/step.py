@@ -71,7 +71,7 @@ def current_loss_scale(optimizer: Any) -> torch.Tensor | float:
 
 
 def takes_step(optimizer: Any, norm: torch.Tensor, norm_on_host: float) -> bool:
-    """Decides by the gradients' norm whether a step of ZeRO-1 is taken, where DeepSpeed's own step does, so that
+    """Decides by the gradients' norm whether a step on our gradients is taken, where DeepSpeed's own step does, so that
     a gate is asked too; records the norm, infinite if not.
 
     It is of the gradients without fp16's loss scale, which is updated.
@@ -83,7 +83,7 @@ def takes_step(optimizer: Any, norm: torch.Tensor, norm_on_host: float) -> bool:
 
 
 def leave_to_device(optimizer: Any, norm: torch.Tensor, overflow: torch.Tensor, is_held: torch.Tensor) -> None:
-    """Records the norm of a step of ZeRO-1 about which the device decides: DeepSpeed's step sees one that is taken.
+    """Records the norm of a step about which the device decides: DeepSpeed's step sees one that is taken.
 
     fp16's loss scale moves by `overflow`, unless `is_held` says that the step will be done again.
     """

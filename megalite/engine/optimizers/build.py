@@ -37,10 +37,10 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Builds the optimizer: matrices decay, vectors (norms and biases) do not.
 
-    With `bucket_size` there is a group for each bucket of gradients: ZeRO-1 cuts each group into one partition per
-    replica, so that the group's gradients can be reduce-scattered in place. Else there are two groups, three with Muon,
-    on every pipeline stage, since every stage holds a block: DeepSpeed's gradient norm does one collective per
-    non-empty group and would wait forever for a stage with fewer (DeepSpeed#1522).
+    With `bucket_size` there is a group for each bucket of gradients: ZeRO-1 and ZeRO-2 cut each group into one
+    partition per replica, so that the group's gradients can be reduce-scattered in place. Else there are two groups on
+    every pipeline stage, since every stage holds a block: DeepSpeed's gradient norm does one collective per non-empty
+    group and would wait forever for a stage with fewer (DeepSpeed#1522).
 
     `has_cpu_adam`: the parameters it will update are on the host, and DeepSpeed's Adam for the CPU is usable.
     """

@@ -93,9 +93,8 @@ class PipelinedEngine(Engine):
                 layers = chunks[0].serial.layers
                 chunks[len(self._placement) - 1].serial.layers[module_key] = layers[module_key]
             return
-        # every rank takes part in making each group
-        groups = [dist.new_group([ranks[first], ranks[last]]) for ranks in self._grid.pipe_groups]
-        group = groups[self._grid.pipe_groups.index(self._ranks)]
+        ends = [[ranks[first], ranks[last]] for ranks in self._grid.pipe_groups]
+        group, _ = dist.new_subgroups_by_enumeration(ends)  # None on the ranks between them
         if self.coordinate.pipeline_rank == first:
             weight = chunks[0].serial.layers[module_key].weight
             assert isinstance(weight, nn.Parameter)

@@ -123,9 +123,7 @@ class GradientReducer:
         self._in_rounds, self._rounds = in_rounds and self._size > 1, 1
         self._started = len(buckets)  # reductions of this step; all of them: no step has begun
         self._pending: list[Bucket] = []  # reductions that have started and not been waited for, on a CPU
-        take = partial(
-            GradientReducer._take, weakref.proxy(self)
-        )  # torch's hooks would keep it, and its group, for ever
+        take = partial(GradientReducer._take, weakref.proxy(self))  # torch's hooks would keep this object for ever
         for parameter in positions:
             parameter.register_post_accumulate_grad_hook(take)
             if self._stream is not None:  # on a CPU the GEMM that adds takes longer than the passes it saves

@@ -18,7 +18,7 @@ class Reduction(Protocol):
 
 
 class DeepSpeedReduction:
-    """The reduction of ZeRO-2, ZeRO-3 and offloaded optimizers: DeepSpeed's, as backward passes and its step go."""
+    """The reduction of ZeRO-3 and offloaded optimizers: DeepSpeed's, as backward passes and its step go."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer

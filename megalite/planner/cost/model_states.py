@@ -91,12 +91,8 @@ def _reduced_in_rounds(job: TrainingWorkload, numbers: float, largest: float) ->
     """Follows engine/reduction/gradient_reduction.py for ZeRO-2: one flat sum is filled while one is on the wire, and
     this rank's partition takes up what comes out. Where a stage has several chunks, a chunk's sums wait for the others.
     """
-    size, d, bucket = (
-        BYTES[job.dtype],
-        job.layout.data_parallel_size,
-        min(numbers, max(job.gradient_bucket_size, largest)),
-    )
-    accumulated, on_wire = BYTES[job.gradient_accumulation_dtype], BYTES[job.reduction_dtype]
+    size, accumulated, on_wire = BYTES[job.dtype], BYTES[job.gradient_accumulation_dtype], BYTES[job.reduction_dtype]
+    d, bucket = job.layout.data_parallel_size, min(numbers, max(job.gradient_bucket_size, largest))
     waiting = numbers if job.layout.pipeline_chunks > 1 else 2 * bucket
     own = 4 * numbers / d
     return States(

@@ -217,11 +217,8 @@ def _stage(
         back -= 0.0 if splits_backward(job.layout.schedule) else min(ring.seconds(sums, kinds), product_s)
     forward, backward = passes.forward.seconds + there, passes.backward.seconds + back
     recomputed = passes.again.seconds + again
-    host = (
-        HOST_WORK[job.layout.zero_stage]
-        if not job.reduces_beside_backward and job.stack.replicas == "deepspeed"
-        else 1.0
-    )
+    is_deepspeeds = job.stack.replicas == "deepspeed" and not job.reduces_beside_backward
+    host = HOST_WORK[job.layout.zero_stage] if is_deepspeeds else 1.0
     loops = cluster.accelerator.device == "cpu" or job.dtype != "bf16"  # over experts
     blocks = sum(_host_blocks(job.model, kind, loops=loops) * count for kind, count in shape.kinds.items())
     launch = [blocks * speed.launch_s * host * factor for factor in (1, 2, job.layout.recompute == "full")]
