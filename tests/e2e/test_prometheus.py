@@ -27,14 +27,14 @@ NOT_HERE = re.compile(r"megalite_(gpu_|model_flops)")
 
 @pytest.fixture
 def config(tiny: dict[str, Any]) -> dict[str, Any]:
-    """tp2 pp2; it trains until it is asked to end."""
+    """tp2 pp2 in fp16, whose loss scale is told; it trains until it is asked to end."""
     tiny["parallel"] = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
     tiny["training"] |= {"steps": 100_000, "evaluation": {"interval": 5, "samples": 4}}
     prometheus = {"enabled": True, "port": min(free_port(), 60_000)}
     monitor = {"plot": False, "prometheus": prometheus}
     data = dict(tiny["data"])
     data["sources"] = {"text": {"path": data.pop("path"), "weight": 1}}  # whose loss is told by itself
-    return tiny | {"data": data, "checkpoint": {"interval": SAVED}, "monitor": monitor}
+    return tiny | {"data": data, "precision": {"dtype": "fp16"}, "checkpoint": {"interval": SAVED}, "monitor": monitor}
 
 
 def expressions() -> list[str]:
@@ -79,6 +79,7 @@ def test_a_killed_run_in_prometheus(config: dict[str, Any], tmp_path: Path) -> N
             for one in expressions():  # a rate takes two scrapes
                 if not NOT_HERE.search(one):
                     wait_for(running, server, one)
+            wait_for(running, server, "count_over_time(megalite_step[1h]) > 8")
             running.send(signal.SIGTERM)
             running.wait()
         assert not targets.exists(), "an ended run is not a target that fails"
