@@ -40,8 +40,9 @@ def run(
 
 
 def metrics(run_dir: str | Path) -> list[dict[str, Any]]:
-    """The records of a run, whose fields are all known by name and stand in their order."""
-    records = [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
+    """The records of a run, whose fields are all known by name and stand in their order; not the one being written."""
+    whole, _, _ = (Path(run_dir) / "metrics.jsonl").read_text().rpartition("\n")
+    records = [json.loads(line) for line in whole.splitlines()]
     assert all([*one] == [name for name in StepRecord.__annotations__ if name in one] for one in records)
     return records
 
