@@ -72,10 +72,10 @@ class LinkedRanks:
 
     def step(self, side: int) -> LinkStep:
         """Trains a step of a side; returns rank 0's account of it."""
-        is_kept_back = self.case.zero == 1 and side == 0
+        is_kept_back = self.case.zero < 3 and side == 0
         for rank in self._ranks:
             assert rank.stdin is not None
-            print(json.dumps([side if self.case.zero > 1 else 0, is_kept_back]), file=rank.stdin, flush=True)
+            print(json.dumps([side if self.case.zero == 3 else 0, is_kept_back]), file=rank.stdin, flush=True)
         first, *_ = [self._answer(rank) for rank in self._ranks]
         return LinkStep(**first)
 

@@ -15,7 +15,7 @@ REPLICAS, SEQUENCE = 2, 128
 class LinkCase:
     """A layout whose steps are timed in two ways: its sides.
 
-    Those of ZeRO-1 are one engine, whose reducer is kept back until backward has ended, or not. Those of ZeRO-2 and 3
+    Those of ZeRO-1 and 2 are one engine, whose reducer is kept back until backward has ended, or not. Those of ZeRO-3
     are two engines, with two settings of DeepSpeed's section `zero_optimization`.
     """
 
@@ -60,15 +60,15 @@ CASES = [
     LinkCase("ZeRO-1, 4 micro-batches", micro_batches=4, rows=2),
     LinkCase("ZeRO-1, pp 2, 4 micro-batches, sleeps", stages=2, micro_batches=4, **SLEEPS),
     LinkCase("ZeRO-1, pp 2, 4 micro-batches", stages=2, micro_batches=4, rows=4),
-    LinkCase("ZeRO-2, one setting twice, sleeps", zero=2, settings=({}, {}), **SLEEPS),
-    LinkCase("ZeRO-2, overlap_comm, sleeps", zero=2, settings=OVERLAP, **SLEEPS),
+    LinkCase("ZeRO-2, 4 micro-batches, sleeps", zero=2, micro_batches=4, **SLEEPS),
+    LinkCase("ZeRO-3, one setting twice, sleeps", zero=3, settings=({}, {}), **SLEEPS),
     LinkCase("ZeRO-3, overlap_comm, sleeps", zero=3, settings=OVERLAP, **SLEEPS),
 ]
 
 
 @dataclass(frozen=True)
 class LinkStep:
-    """One step as rank 0 saw it. What is about its reducer is there under ZeRO-1 only."""
+    """One step as rank 0 saw it. What is about its reducer is there under ZeRO-1 and 2 only."""
 
     step_s: float
     backward_s: float  # of the last backward pass

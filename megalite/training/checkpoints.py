@@ -89,29 +89,29 @@ class Checkpoints:
             engine, root, background=options.background, committing=run_log.sync, committed=self._committed
         )
         self._saver.prepare()
-        self._blocked_s = 0.0  # that training waited for saves since the last `collect`
+        self._blocked_s = 0.0  # that training waited for saves since the last `take_blocked_s`
         self._last: Saved | None = None
         self._newest: Manifest | None = None  # of the newest save, complete or not
-        self._verdict: Future[float | None] | None = None  # the loss that an evaluation behind the newest save gives
+        self._awaited_loss: Future[float | None] | None = None  # from an evaluation behind the newest save
         self._following: threading.Thread | None = None  # waits for it, on rank 0
         self.saved_step = 0  # up to which nothing would be lost; on rank 0
-        self._if_failed, self._holds_reports = TRAINING_GOES_ON, False
+        self._if_failed = TRAINING_GOES_ON
 
     def save(self, state: TrainState, evaluation_loss: float | None = None, *, is_last: bool = False) -> None:
         """Saves `state` and the engine as they are now; `is_last` if the run ends then."""
-        manifest = self._describe(state).model_copy(update={"evaluation_loss": evaluation_loss})
-        self._save(manifest, "it is tried once more" if is_last else TRAINING_GOES_ON)
+        self._save(self._describe(state).model_copy(update={"evaluation_loss": evaluation_loss}), _if_failed(is_last))
+        self.report()
 
     def save_before_evaluation(self, state: TrainState, is_last: bool) -> None:
-        """Saves as `save` does. What follows a commit waits for `evaluated`, which must be called whatever happens, and
-        the log hears of it by `report`, once the step is on record."""
-        self._save(self._describe(state), "it is tried once more" if is_last else TRAINING_GOES_ON, verdict=Future())
+        """Saves as `save` does, but what follows a commit waits for `end_evaluation`, which must be called whatever
+        happens, and nothing is logged before `report`, which is called once the step is on record."""
+        self._save(self._describe(state), _if_failed(is_last), loss=Future())
 
-    def evaluated(self, loss: float | None) -> None:
+    def end_evaluation(self, loss: float | None) -> None:
         """Adds a loss to the checkpoint that was saved before; without one, as the run ends, waits for the save."""
-        if self._newest is not None and self._verdict is not None:
+        if self._newest is not None and self._awaited_loss is not None:
             self._newest = self._newest.model_copy(update={"evaluation_loss": loss})
-            self._verdict.set_result(loss)
+            self._awaited_loss.set_result(loss)
         if loss is None:
             self._wait()
 
@@ -120,30 +120,34 @@ class Checkpoints:
         if dist.get_rank() == 0:
             self._follow(self._root / step_folder(step), lambda: loss, hooks=(self._mirror,))
 
-    def _save(self, manifest: Manifest, if_failed: str, verdict: Future[float | None] | None = None) -> None:
+    def _save(self, manifest: Manifest, if_failed: str, loss: Future[float | None] | None = None) -> None:
         self._wait()
-        self._report()  # of the save before
-        self._verdict, self._holds_reports, self._if_failed = verdict, verdict is not None, if_failed
+        self.report()  # of the save before
+        self._awaited_loss, self._if_failed = loss, if_failed
         self._engine.activity.begin_phase(Phase.CHECKPOINT)
         self._blocked_s += self._saver.save(manifest)
         self._newest = manifest
         if self._planner is not None:
             self._planner.began()
-        self._report()
 
-    def collect(self) -> float:
-        """Logs the saves that have ended. Not collective.
-
-        Returns the seconds that training has waited for saves since the last call.
-        """
-        self._report()
+    def take_blocked_s(self) -> float:
+        """Returns the seconds that training has waited for saves since the last call. Not collective."""
         blocked, self._blocked_s = self._blocked_s, 0.0
         return blocked
 
     def report(self) -> None:
-        """Logs the saves that have ended, and those that `save_before_evaluation` has held back. Not collective."""
-        self._holds_reports = False
-        self._report()
+        """Logs the saves that have ended. Not collective."""
+        for saved in self._saver.finished():
+            self._last = saved
+            self._run_log.on_checkpoint(saved, self._if_failed)
+            if self._planner is not None and saved.failure is None:
+                self._planner.saved(saved.blocked_s, saved.total_s)
+
+    def wait(self) -> float:
+        """Waits for a save that is being written, and logs it; returns what `take_blocked_s` does."""
+        self._wait()
+        self.report()
+        return self.take_blocked_s()
 
     def _wait(self) -> None:
         self._engine.activity.begin_phase(Phase.WRITING)
@@ -153,13 +157,6 @@ class Checkpoints:
             self._following.join()
         self._blocked_s += time.monotonic() - started
 
-    def _report(self) -> None:
-        for saved in () if self._holds_reports else self._saver.finished():
-            self._last = saved
-            self._run_log.on_checkpoint(saved, self._if_failed)
-            if self._planner is not None and saved.failure is None:
-                self._planner.saved(saved.blocked_s, saved.total_s)
-
     def step_ended(self, step_time_s: float) -> bool:
         """Returns whether `interval: auto` wants a save after the coming step; rank 0 decides. Not collective."""
         return self._planner is not None and self._planner.step(step_time_s)
@@ -167,21 +164,15 @@ class Checkpoints:
     def finish(self, state: TrainState) -> None:
         """Waits for the last save; if it failed, tries once more, with `state` as it is now. Raises SaveFailed."""
         self._wait()
-        self._report()
+        self.report()
         if self._last is None or self._last.failure is None:
             return
         newest = self._newest
         self._save(newest if newest is not None and newest.step == state.step else self._describe(state), if_failed="")
         self._wait()
-        self._report()
+        self.report()
         if self._last.failure:
             raise SaveFailed(f"the state of step {state.step} could not be saved: {self._last.failure}")
-
-    def wait(self) -> float:
-        """Waits for a save that is being written; returns what `collect` does."""
-        self._holds_reports = False
-        self._wait()
-        return self.collect()
 
     def roll_back(self, state: TrainState) -> tuple[TrainState, float | None] | None:
         """Loads the newest intact checkpoint into the engine; returns its state and its evaluation loss.
@@ -208,11 +199,11 @@ class Checkpoints:
     def _committed(self, folder: Path) -> None:
         """Runs on rank 0, in the thread that wrote the checkpoint."""
         self.saved_step = max(self.saved_step, step_of(folder.name))
-        if self._verdict is None:
+        if self._awaited_loss is None:
             self._follow(folder, lambda: None, (self._exports, self._mirror))
             return
         # a thread of its own: without `background` this is the thread that evaluates next
-        arguments = folder, self._verdict.result, (self._exports, self._mirror)
+        arguments = folder, self._awaited_loss.result, (self._exports, self._mirror)
         self._following = threading.Thread(target=self._follow, args=arguments, daemon=True)
         self._following.start()
 
@@ -240,3 +231,7 @@ class Checkpoints:
                 self._exports.delete(deleted)
         except Exception as error:  # the checkpoint is complete all the same
             self._run_log.log_notice(f"an old checkpoint stays, training goes on: {error}")
+
+
+def _if_failed(is_last: bool) -> str:
+    return "it is tried once more" if is_last else TRAINING_GOES_ON

@@ -98,7 +98,6 @@ class _TrainingRun:
         self._step_time_s = 0.0  # of the last step that was read
         self._evaluation_loss: float | None = None  # of the last step that was read, or of the checkpoint gone back to
         self._saved_before_evaluation = False  # the state of the last step that was read
-        self._is_save_asked = False  # after the coming step
 
     def _resume_from(self, state: TrainState) -> None:
         self._state = state  # after the last step that was begun
@@ -106,6 +105,7 @@ class _TrainingRun:
         self._source_losses = SourceLossMeans(self._config, state.source_losses)
         self._batches = self._context.batches(state)
         self._held_back: Sequence[MicroBatch] | None = None  # of the step that is done again
+        self._is_save_asked = False  # after the coming step
 
     def train(self) -> TrainState:
         checkpoints = self._context.checkpoints
@@ -113,32 +113,33 @@ class _TrainingRun:
         if self._context.lacks_evaluation and self._is_evaluated(self._state.step):
             self._catch_up_evaluation(self._state.step)
         while self._state.step < self._total_steps:
-            step, unread, self._unread = self._state.step + 1, self._unread, None
-            due = self._due_after(step)
-            reads_now = self._reads_at_once(step, due)
-            if unread is None:
-                begun = self._begin(step, due)
-                read, behind = (begun, None) if reads_now else (None, begun)
-            else:  # a step that is read at once begins in the next pass, when the one before is read
-                read, behind = unread, None if reads_now else self._begin(step, due)
-            is_save_due = read is not None and self._finish(read, behind)
-            if behind is not None and self._state.step == step:  # and it was not held back
-                self._unread = behind
-                self._recorder.cut()
-
-            stop, is_next_save_due = self._synchronize(step, has_read=read is not None)
+            coming = self._state.step + 1
+            read, is_save_due = self._advance(coming)
+            stop = self._synchronize(coming, has_read=read is not None)
             if stop and self._unread is not None:
-                self._finish(self._unread)
-                self._unread = None
+                read, self._unread = self._unread, None
+                self._finish(read)
             if (is_save_due or stop) and not self._saved_before_evaluation:
                 is_last = stop is not None or self._state.step >= self._total_steps
                 checkpoints.save(self._saved_state(), self._evaluation_loss, is_last=is_last)
-            is_cut_off = due.evaluation and self._evaluation_loss is None
+            is_cut_off = read is not None and read.due.evaluation and self._evaluation_loss is None
             if stop and (self._state.step < self._total_steps or is_cut_off):
                 self._leave(stop)
-            self._is_save_asked = is_next_save_due or (due.save and not is_save_due)  # for a step that has not begun
         checkpoints.finish(self._saved_state())
         return self._state
+
+    def _advance(self, coming: int) -> tuple[_PendingStep | None, bool]:
+        """Begins the coming step and reads the one before; a step to be read at once begins when none is unread, in the
+        next pass otherwise. Returns the step that was read, and whether the state must be saved."""
+        due, unread, self._unread = self._due_after(coming), self._unread, None
+        reads_now = self._reads_at_once(coming, due)
+        begun = self._begin(coming, due) if unread is None or not reads_now else None
+        read, behind = (begun, None) if unread is None and reads_now else (unread, begun)
+        is_save_due = read is not None and self._finish(read, behind)
+        if behind is not None and self._state.step == coming:  # and it was not held back
+            self._unread = behind
+            self._recorder.cut()
+        return read, is_save_due
 
     def _leave(self, stop: Stop) -> NoReturn:
         self._context.checkpoints.finish(self._saved_state())
@@ -160,7 +161,7 @@ class _TrainingRun:
 
     def _begin(self, step: int, due: _Due) -> _PendingStep:
         """Begins one optimizer step, about which the guard may decide."""
-        config, before = self._config, self._state
+        config, before, self._is_save_asked = self._config, self._state, False
         if due.self_check:
             self._self_check.watch()
         self._recorder.begin_step(step)
@@ -210,7 +211,7 @@ class _TrainingRun:
         """Reads a step's numbers; returns its record and the state after it."""
         numbers, shape = begun.result.readback.numbers, self._shapes.shape_after(begun.before.step)
         now = time.perf_counter()
-        step_time_s, self._last_read = now - max(begun.began, self._last_read), now
+        self._step_time_s, self._last_read = now - max(begun.began, self._last_read), now
         state = self._after(begun.before, skipped=not begun.result.taken)
         record: StepRecord = {
             "step": state.step,
@@ -220,9 +221,9 @@ class _TrainingRun:
             "learning_rate": begun.learning_rate,
             "tokens_seen": state.tokens_seen,
             "samples": [begun.before.consumed_samples, state.consumed_samples],
-            "tokens_per_second": shape.tokens / step_time_s,
-            "samples_per_second": shape.samples / step_time_s,
-            "step_time_s": step_time_s,
+            "tokens_per_second": shape.tokens / self._step_time_s,
+            "samples_per_second": shape.samples / self._step_time_s,
+            "step_time_s": self._step_time_s,
             "data_wait_s": begun.data_wait_s,
             "memory_peak_mib": peak_memory_mib(),
             "skipped": not begun.result.taken,
@@ -247,7 +248,7 @@ class _TrainingRun:
             found = evaluate(self._engine, context.evaluation, context.requests, record["step"])
         finally:
             if saves_first:
-                context.checkpoints.evaluated(found.get("evaluation_loss"))
+                context.checkpoints.end_evaluation(found.get("evaluation_loss"))
         return found
 
     def _catch_up_evaluation(self, step: int) -> None:
@@ -271,26 +272,25 @@ class _TrainingRun:
     def _log(self, record: StepRecord, result: StepResult) -> None:
         observer, step = self._context.observer, record["step"]
         self._engine.activity.begin_phase(Phase.LOGGING)
-        record = record | StepRecord(save_blocked_s=self._context.checkpoints.collect())
+        record = record | StepRecord(save_blocked_s=self._context.checkpoints.take_blocked_s())
         if (gathered := self._recorder.end_step(step, result, is_last=step == self._total_steps)) is not None:
             record = record | gathered.record()
             observer.on_breakdown(gathered.breakdown)
             for change in gathered.changes:
                 observer.on_slow_rank(change)
         observer.on_step(record)
-        if self._saved_before_evaluation:
-            self._context.checkpoints.report()
-        self._step_time_s = record["step_time_s"]
+        self._context.checkpoints.report()
 
-    def _synchronize(self, step: int, *, has_read: bool) -> tuple[Stop | None, bool]:
-        """Agrees with all ranks on what comes next; returns why to stop, and whether the coming step is saved."""
+    def _synchronize(self, step: int, *, has_read: bool) -> Stop | None:
+        """Agrees with all ranks on what comes next, also a save that rank 0 asks for; returns why to stop."""
         self._engine.activity.record_op(Operation.MEET, peers=self._engine.activity.peers.everyone)
         stop, is_next_save_due, is_next_profiled = self._context.requests.agree(
             save_next=has_read and self._context.checkpoints.step_ended(self._step_time_s),
             profile_next=self._recorder.profiler.is_asked(),
         )
         self._recorder.after_barrier(step, profile_next=is_next_profiled)
-        return stop, is_next_save_due
+        self._is_save_asked |= is_next_save_due
+        return stop
 
     def _is_evaluated(self, step: int) -> bool:
         is_due = step == self._total_steps or _is_multiple(step, self._config.training.evaluation.interval)

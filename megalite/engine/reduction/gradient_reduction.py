@@ -32,7 +32,7 @@ from megalite.tracing.activity import Activity, Operation
 
 
 @dataclass
-class Slice:
+class BucketSlice:
     """One parameter's place in its bucket, and the gradients that it has had in this step."""
 
     parameter: nn.Parameter
@@ -51,7 +51,7 @@ class Slice:
     def stop(self) -> int:
         return self.start + self.parameter.numel()
 
-    def of(self, sums: Tensor) -> Tensor:
+    def view_of(self, sums: Tensor) -> Tensor:
         """Returns the parameter's part of its bucket's sum as a view in the parameter's shape."""
         return sums[self.start : self.stop].view(self.parameter.shape)
 
@@ -63,7 +63,7 @@ class Bucket:
     What lies between and behind the slices is padding and stays zero.
     """
 
-    slices: list[Slice]
+    slices: list[BucketSlice]
     size: int  # elements of the flat tensor, padding included; a multiple of the number of replicas
     dtype: torch.dtype  # of the sum over micro-batches
     kept: Tensor | None = None  # a flat tensor that outlives the step; else there is one during a step
@@ -120,8 +120,9 @@ class GradientReducer:
         self._order = sorted(buckets, key=lambda bucket: -min(positions[one.parameter] for one in bucket.slices))
         self.device = next(iter(positions)).device
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        self._in_rounds, self._rounds = in_rounds and self._size > 1, 1
-        self._started = len(buckets)  # reductions of this step; all of them: no step has begun
+        self._in_rounds = in_rounds and self._size > 1
+        self._rounds = 0  # reductions of each bucket in this step; no step has begun
+        self._started = 0  # reductions in this step
         self._pending: list[Bucket] = []  # reductions that have started and not been waited for, on a CPU
         take = partial(GradientReducer._take, weakref.proxy(self))  # torch's hooks would keep this object for ever
         for parameter in positions:
@@ -151,7 +152,7 @@ class GradientReducer:
     def add_product(self, parameter: nn.Parameter, grad: Tensor, x: Tensor) -> None:
         """Adds `grad^T x`, a new gradient of a weight, to its bucket; layers call it in backward."""
         bucket, one = self._expected(parameter)
-        add_product(one.of(bucket.open(grad.device)), grad, x, is_first=not one.is_held)
+        add_product(one.view_of(bucket.open(grad.device)), grad, x, is_first=not one.is_held)
         self._count(bucket, one)
 
     def _take(self, parameter: nn.Parameter) -> None:
@@ -161,14 +162,14 @@ class GradientReducer:
             return
         parameter.grad = None
         bucket, one = self._expected(parameter)
-        own = one.of(bucket.open(gradient.device))
+        own = one.view_of(bucket.open(gradient.device))
         if one.is_held:
             own.add_(gradient)
         else:
             own.copy_(gradient)  # over the last step's
         self._count(bucket, one)
 
-    def _expected(self, parameter: nn.Parameter) -> tuple[Bucket, Slice]:
+    def _expected(self, parameter: nn.Parameter) -> tuple[Bucket, BucketSlice]:
         """Returns the place of a gradient that has come. Raises RuntimeError if none is expected."""
         bucket, one = self._place[parameter]
         # one too many may come while its bucket waits, and would stand for one of another parameter that never comes
@@ -180,11 +181,14 @@ class GradientReducer:
             )
         return bucket, one
 
-    def _count(self, bucket: Bucket, one: Slice) -> None:
+    def _count(self, bucket: Bucket, one: BucketSlice) -> None:
         bucket.missing -= one.received < one.wanted
         one.received, one.is_held = one.received + 1, True
-        count, in_all = len(self._order), self._rounds * len(self._order)
-        while self._started < in_all and not (turn := self._order[self._started % count]).missing:
+        self._start_complete()
+
+    def _start_complete(self) -> None:
+        count = len(self._order)
+        while self._started < self._rounds * count and not (turn := self._order[self._started % count]).missing:
             self._start(turn)
             if (done := -(-self._started // count)) < self._rounds:
                 self._begin_round(turn, done + 1)
@@ -195,7 +199,7 @@ class GradientReducer:
         sums = bucket.open(self.device)
         for one in bucket.slices:
             if not one.is_held:  # its gradient has travelled with an earlier round
-                one.of(sums).zero_()
+                one.view_of(sums).zero_()
         if self._size == 1:
             bucket.partition = sums.float()
             return

@@ -18,7 +18,7 @@ from megalite.config import Config
 from megalite.engine.deepspeed.internals import take_over_reduction
 from megalite.engine.deepspeed.loss_scale import keep_loss_scale_on_device
 from megalite.engine.deepspeed.step import current_loss_scale, flat_partitions
-from megalite.engine.reduction.gradient_reduction import Bucket, GradientReducer, Slice
+from megalite.engine.reduction.gradient_reduction import Bucket, BucketSlice, GradientReducer
 from megalite.engine.stages import TORCH_DTYPES
 from megalite.engine.step_decision import StepDecision
 from megalite.parallel.collectives import TensorParallel
@@ -47,7 +47,7 @@ class PartitionedStep:
         """Steps the optimizer and shares the new weights with the other replicas, unless the step is not taken."""
         optimizer = self._optimizer
         scale = current_loss_scale(optimizer)
-        norm = self.gradient_norm() / scale
+        norm = self._measure_norms() / scale
         is_taken, found_inf = self._decision.by_norm(norm)
         if is_taken:
             self._update(norm, scale, found_inf)
@@ -70,13 +70,13 @@ class PartitionedStep:
         for weights in partitions:
             weights.grad = None
 
-    def gradient_norm(self) -> Tensor:
-        """Returns the 2-norm of the mean gradient of the whole model, an fp32 scalar; collective over all ranks.
+    def _measure_norms(self) -> Tensor:
+        """Returns the 2-norm of the mean gradient of the whole model, an fp32 scalar, and keeps those of its parts, for
+        a report of a step that is not finite; collective over all ranks.
 
         Every rank adds its own partition's squares; what all tensor-parallel ranks hold counts on the first of them.
         """
-        parts: list[Tensor] = []
-        counts: list[float] = []
+        parts, counts = list[Tensor](), list[float]()
         self.parts = []
         for parameter, _, gradient in self.reducer.own_parts():
             is_counted = parameter.tensor_model_parallel or self._tensor_rank == 0  # type: ignore[attr-defined]
@@ -115,7 +115,7 @@ def take_over_step(
     precision = config.precision
     buckets = [
         Bucket(
-            [Slice(parameter, group.start(parameter)) for parameter in group.parameters],
+            [BucketSlice(parameter, group.start(parameter)) for parameter in group.parameters],
             len(group.weights),
             TORCH_DTYPES[precision.gradient_accumulation_dtype],
             group.gradients,

@@ -113,7 +113,7 @@ def _saves_with_a_broken_taker(rank: int, root: Path) -> tuple[list[str], list[s
 
     with patch.object(threading.Thread, "start", refuse):
         checkpoints.save_before_evaluation(TrainState(step=2), is_last=False)
-    checkpoints.evaluated(0.5)
+    checkpoints.end_evaluation(0.5)
     checkpoints.save(TrainState(step=3))
     checkpoints.wait()
     return sorted(path.name for path in root.glob("step_*")), mirror.taken, said

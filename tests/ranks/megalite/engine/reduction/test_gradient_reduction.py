@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from megalite.engine.engine import Engine
 from megalite.engine.parameter_state import read_parameter
-from megalite.engine.reduction.gradient_reduction import Bucket, GradientReducer, Slice
+from megalite.engine.reduction.gradient_reduction import Bucket, BucketSlice, GradientReducer
 from megalite.parallel.linear import LinearLayer
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.shard import Shard
@@ -209,7 +209,7 @@ class _Alone:
     def __init__(self, rank: int, world_size: int, wire: torch.dtype = torch.float32, in_rounds: bool = False) -> None:
         self.parameters = [nn.Parameter(torch.zeros(size)) for size in (5, 7, 3)]
         self.buckets = buckets = [
-            Bucket([Slice(parameter, 0)], -(-parameter.numel() // world_size) * world_size, torch.float32)
+            Bucket([BucketSlice(parameter, 0)], -(-parameter.numel() // world_size) * world_size, torch.float32)
             for parameter in self.parameters
         ]
         self.activity = Activity(Mesh(data_parallel_size=world_size), rank)
