@@ -59,14 +59,14 @@ def generate(
 
     Example: `megalite generate runs/quickstart/hf --prompt "def main(" --temperature 0.8 --top-p 0.95`
     """
-    from launch.inference.requests import GenerateRequest, ModelPlacement
+    from launch.inference.command_options import GenerateOptions, ModelPlacement
 
     place = ModelPlacement(model, tensor_parallel_size, device, dtype, tokenizer)
-    request = GenerateRequest(place, prompt or [], max_new_tokens, temperature, top_k, top_p, seed, chat, as_json)
+    options = GenerateOptions(place, prompt or [], max_new_tokens, temperature, top_k, top_p, seed, chat, as_json)
     place.check()
     with loading("PyTorch and transformers"):
         from launch.inference.generate import run
-    _exit_with(lambda: run(request))
+    _exit_with(lambda: run(options))
 
 
 def evaluate(
@@ -112,16 +112,16 @@ def evaluate(
 
     Example: `megalite evaluate runs/quickstart/hf --text README.md --sequence-length 256 --stride 128`
     """
-    from launch.inference.requests import EvaluateRequest, ModelPlacement
+    from launch.inference.command_options import EvaluateOptions, ModelPlacement
 
     place = ModelPlacement(model, tensor_parallel_size, device, dtype, tokenizer)
-    request = EvaluateRequest(
+    options = EvaluateOptions(
         place, text or [], data or [], text_field, split, held_out_fraction, samples, sequence_length, stride, as_json
     )
-    request.check()
+    options.check()
     with loading("PyTorch and transformers"):
         from launch.inference.evaluate import run
-    _exit_with(lambda: run(request))
+    _exit_with(lambda: run(options))
 
 
 def _exit_with(run: Callable[[], int]) -> None:

@@ -20,10 +20,9 @@ import torch
 from data_pipeline.errors import first_names
 from data_pipeline.loader import IGNORED_TARGET
 from launch.errors import LaunchError
-from launch.inference.requests import EvaluateRequest
+from launch.inference.command_options import EvaluateOptions
 from launch.inference.scored_data import Prepared, Score, Texts, scored_data
-from launch.inference.session import Loaded, rank_main
-from launch.inference.session import run as run_anywhere
+from launch.inference.session import Loaded, rank_main, run_here_or_on_ranks
 from launch.output import spinner
 from launch.runtime.printing import print_result, say
 from launch.runtime.rank_process import run_to_the_end
@@ -64,13 +63,13 @@ class Evaluation:
 
 
 @torch.no_grad()
-def evaluate(request: EvaluateRequest, loaded: Loaded, progress: Callable[[Score], None]) -> Evaluation:
+def evaluate(options: EvaluateOptions, loaded: Loaded, progress: Callable[[Score], None]) -> Evaluation:
     """Scores the data; all ranks run this together. Raises LaunchError or DataError if there is nothing to score."""
-    data, started = scored_data(request, loaded.stored), time.perf_counter()
+    data, started = scored_data(options, loaded.stored), time.perf_counter()
     scores = [_scored(one, loaded, progress) for one in data]
     score = Score(*(sum(numbers) for numbers in zip(*map(astuple, scores), strict=True)))
     if score.tokens == 0:
-        where = f" in {first_names(request.text)}" if request.text else ""
+        where = f" in {first_names(options.text)}" if options.text else ""
         raise LaunchError(f"nothing to score{where}: it is empty, or no document has the two tokens that a score takes")
     seconds = time.perf_counter() - started
     match data:
@@ -123,19 +122,19 @@ def _extent(sets: list[Prepared], scores: list[Score]) -> dict[str, Any]:
     return extent | {"sets": losses}
 
 
-def run(request: EvaluateRequest) -> int:
+def run(options: EvaluateOptions) -> int:
     """Runs `megalite evaluate`. Returns the exit code."""
-    return run_anywhere("launch.inference.evaluate", request, scored_data, show)
+    return run_here_or_on_ranks("launch.inference.evaluate", options, scored_data, evaluate_and_print)
 
 
-def show(request: EvaluateRequest, loaded: Loaded) -> None:
+def evaluate_and_print(options: EvaluateOptions, loaded: Loaded) -> None:
     """Shows progress on a terminal and prints the result to stdout."""
     with spinner("reading", is_shown=loaded.is_rank_zero) as describe:
-        evaluation = evaluate(request, loaded, lambda so: describe(f"{so.tokens:,} tokens, loss {so.mean:.4f}"))
+        evaluation = evaluate(options, loaded, lambda so: describe(f"{so.tokens:,} tokens, loss {so.mean:.4f}"))
     if loaded.is_rank_zero:
         if evaluation.notice is not None:
             say(f"megalite: {evaluation.notice}", file=sys.stderr)
-        if request.as_json:
+        if options.as_json:
             print_result(json.dumps(asdict(evaluation), indent=2))
             return
         for one in evaluation.sets or ():
@@ -161,4 +160,4 @@ def _sentence(evaluation: Evaluation) -> str:
 
 
 if __name__ == "__main__":
-    run_to_the_end(lambda: rank_main(sys.argv[1:], EvaluateRequest, show))
+    run_to_the_end(lambda: rank_main(sys.argv[1:], EvaluateOptions, evaluate_and_print))

@@ -23,9 +23,8 @@ from data_pipeline.tokenizers.reading import HubTokenizer
 from launch.conversion.huggingface.model_folder import DTYPES
 from launch.errors import LaunchError
 from launch.inference.chat_template import Dialogue
-from launch.inference.requests import GenerateRequest, ModelPlacement
-from launch.inference.session import Loaded, load, rank_main, resolve
-from launch.inference.session import run as run_anywhere
+from launch.inference.command_options import GenerateOptions, ModelPlacement
+from launch.inference.session import Loaded, load, rank_main, resolve, run_here_or_on_ranks
 from launch.inference.stored_model import StoredModel
 from launch.runtime.devices import gpu_memory_bytes
 from launch.runtime.host_probe import host_memory_bytes
@@ -117,38 +116,38 @@ def generate(
     from the most likely with a total probability of `top_p`. tokenizer: its folder; by default the model's own.
     """
     place = ModelPlacement(str(path), tokenizer=None if tokenizer is None else str(tokenizer))
-    request = GenerateRequest(place, [prompt], max_new_tokens, temperature, top_k, top_p, seed, chat)
-    (generation,) = generations(request, load(place), lambda text: None)
+    options = GenerateOptions(place, [prompt], max_new_tokens, temperature, top_k, top_p, seed, chat)
+    (generation,) = generations(options, load(place), lambda text: None)
     return generation
 
 
-def generations(request: GenerateRequest, loaded: Loaded, write: Write) -> Iterator[Generation]:
+def generations(options: GenerateOptions, loaded: Loaded, write: Write) -> Iterator[Generation]:
     """Yields one generation per prompt; passes the text to `write` as it is generated, the prompt first unless in chat.
 
     In chat the prompts are the messages of one conversation, or what is typed where there is none. All ranks run this
     together. Raises LaunchError if there is no tokenizer, or it does not match the model.
     """
     stored, tokenizer = loaded.stored, loaded.stored.loaded_tokenizer
-    sampling = Sampling(request.temperature, request.top_k, request.top_p)
-    with _dialogue(request, stored, tokenizer) as dialogue:
+    sampling = Sampling(options.temperature, options.top_k, options.top_p)
+    with _dialogue(options, stored, tokenizer) as dialogue:
         ends = stored.end_tokens(tokenizer) | (dialogue.end_of_turn if dialogue else frozenset())
-        warned = len(request.prompts) == 1 or dialogue is None or not loaded.is_rank_zero  # all was said beforehand
-        for number, prompt in enumerate(request.prompts or _typed_messages()):
+        warned = len(options.prompts) == 1 or dialogue is None or not loaded.is_rank_zero  # all was said beforehand
+        for number, prompt in enumerate(options.prompts or _typed_messages()):
             try:
-                tokens = _prompt_tokens(request, stored, tokenizer, dialogue, number, prompt)
+                tokens = _prompt_tokens(options, stored, tokenizer, dialogue, number, prompt)
             except LaunchError as error:
-                if request.prompts:
+                if options.prompts:
                     raise
                 log.error("%s", error)  # the conversation goes on without this message
                 continue
-            warned = warned or _warn_of_length(stored.model, len(tokens), request.max_new_tokens)
-            generator = torch.Generator().manual_seed(request.seed + number)
+            warned = warned or _warn_of_length(stored.model, len(tokens), options.max_new_tokens)
+            generator = torch.Generator().manual_seed(options.seed + number)
             choose = partial(sampling.choose, generator=generator)
             stream, pieces = TextStream(tokenizer, tokens), []
             write("" if dialogue else prompt)
             times, token = [time.perf_counter()], -1
             for token in generate_tokens(
-                loaded.module, stored.model, loaded.tp, tokens, choose, request.max_new_tokens
+                loaded.module, stored.model, loaded.tp, tokens, choose, options.max_new_tokens
             ):
                 times.append(time.perf_counter())
                 if token in ends:
@@ -171,9 +170,9 @@ def generations(request: GenerateRequest, loaded: Loaded, write: Write) -> Itera
 
 
 def _dialogue(
-    request: GenerateRequest, stored: StoredModel, tokenizer: HubTokenizer
+    options: GenerateOptions, stored: StoredModel, tokenizer: HubTokenizer
 ) -> AbstractContextManager[Dialogue | None]:
-    return Dialogue(tokenizer, stored.folder) if request.chat else nullcontext()
+    return Dialogue(tokenizer, stored.folder) if options.chat else nullcontext()
 
 
 def _typed_messages() -> Iterator[str]:
@@ -189,7 +188,7 @@ def _typed_messages() -> Iterator[str]:
 
 
 def _prompt_tokens(
-    request: GenerateRequest,
+    options: GenerateOptions,
     stored: StoredModel,
     tokenizer: HubTokenizer,
     dialogue: Dialogue | None,
@@ -201,7 +200,7 @@ def _prompt_tokens(
     Raises LaunchError.
     """
     if dialogue:
-        name = f"prompt {number + 1}" if len(request.prompts) > 1 else "the prompt"
+        name = f"prompt {number + 1}" if len(options.prompts) > 1 else "the prompt"
         tokens = dialogue.ask(prompt, name)
     else:
         start = [token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id) if token is not None][:1]
@@ -209,8 +208,8 @@ def _prompt_tokens(
         if not tokens:
             raise LaunchError("the prompt is empty, and the tokenizer has no token that starts a text: give a prompt")
     stored.check_ids(tokens, "the prompt")
-    check_cache(stored.model, resolve(request.place, stored), len(tokens) + request.max_new_tokens)
-    model, new = stored.model, request.max_new_tokens
+    check_cache(stored.model, resolve(options.place, stored), len(tokens) + options.max_new_tokens)
+    model, new = stored.model, options.max_new_tokens
     room = model.max_position_embeddings + 1 - len(tokens)
     if model.position_embedding == "learned" and new > room:
         raise LaunchError(
@@ -247,39 +246,39 @@ def _warn_of_length(model: ModelConfig, prompt_tokens: int, new: int) -> bool:
     return new > room
 
 
-def run(request: GenerateRequest) -> int:
+def run(options: GenerateOptions) -> int:
     """Runs `megalite generate`. Returns the exit code."""
 
-    def check(request: GenerateRequest, stored: StoredModel) -> None:
+    def check(options: GenerateOptions, stored: StoredModel) -> None:
         tokenizer = stored.loaded_tokenizer
-        with _dialogue(request, stored, tokenizer) as dialogue:  # each message of a conversation alone
+        with _dialogue(options, stored, tokenizer) as dialogue:  # each message of a conversation alone
             if dialogue and dialogue.notice:
                 log.warning("%s", dialogue.notice)
             lengths = [
-                len(_prompt_tokens(request, stored, tokenizer, dialogue, number, prompt))
-                for number, prompt in enumerate(request.prompts)
+                len(_prompt_tokens(options, stored, tokenizer, dialogue, number, prompt))
+                for number, prompt in enumerate(options.prompts)
             ]
-        if not request.chat or len(request.prompts) == 1:  # other conversations grow, and are asked at each turn
-            _warn_of_length(stored.model, max(lengths, default=0), request.max_new_tokens)
+        if not options.chat or len(options.prompts) == 1:  # other conversations grow, and are asked at each turn
+            _warn_of_length(stored.model, max(lengths, default=0), options.max_new_tokens)
 
-    return run_anywhere("launch.inference.generate", request, check, show)
+    return run_here_or_on_ranks("launch.inference.generate", options, check, generate_and_print)
 
 
-def show(request: GenerateRequest, loaded: Loaded) -> None:
+def generate_and_print(options: GenerateOptions, loaded: Loaded) -> None:
     """Prints text to stdout as it is generated, or JSON at the end, and the speed to stderr."""
-    streams = loaded.is_rank_zero and not request.as_json
+    streams = loaded.is_rank_zero and not options.as_json
 
     def write(text: str) -> None:
         if streams and text:
             print_result(text, end="", flush=True)
 
     made = []
-    for generation in generations(request, loaded, write):
+    for generation in generations(options, loaded, write):
         made.append(generation)
         write("\n")
         if streams:
             say(f"megalite: {_sentence(generation)}", file=sys.stderr, flush=True)
-    if loaded.is_rank_zero and request.as_json:
+    if loaded.is_rank_zero and options.as_json:
         rows = [asdict(generation) | {"tokens_per_second": generation.tokens_per_second} for generation in made]
         print_result(json.dumps({"model": str(loaded.stored.folder), "generations": rows}, indent=2))
 
@@ -293,4 +292,4 @@ def _sentence(generation: Generation) -> str:
 
 
 if __name__ == "__main__":
-    run_to_the_end(lambda: rank_main(sys.argv[1:], GenerateRequest, show))
+    run_to_the_end(lambda: rank_main(sys.argv[1:], GenerateOptions, generate_and_print))

@@ -24,7 +24,7 @@ from data_pipeline.sources import Source, open_sources
 from data_pipeline.storage.paths import with_ending
 from data_pipeline.windows import Window, document_windows, equally_long_batches
 from launch.errors import LaunchError
-from launch.inference.requests import EvaluateRequest
+from launch.inference.command_options import EvaluateOptions
 from launch.inference.session import Loaded
 from launch.inference.stored_model import StoredModel
 from launch.runtime.logs import get_logger
@@ -124,7 +124,7 @@ class _Choice(NamedTuple):
     samples: int | None  # None: as many as the run's other sets, or else all
 
 
-def scored_data(request: EvaluateRequest, stored: StoredModel) -> list[Texts] | list[Prepared]:
+def scored_data(options: EvaluateOptions, stored: StoredModel) -> list[Texts] | list[Prepared]:
     """Opens the sets of data to score, with names if they are several.
 
     Raises LaunchError, DataError or CheckpointError if the model cannot be scored on them.
@@ -132,19 +132,19 @@ def scored_data(request: EvaluateRequest, stored: StoredModel) -> list[Texts] | 
     training = _section(TrainingConfig, stored, "training")
     own = training.sequence_length if training else LONGEST_BY_DEFAULT
     longest = stored.model.max_position_embeddings
-    length = request.sequence_length or min(own, longest)
+    length = options.sequence_length or min(own, longest)
     if stored.model.position_embedding == "learned" and length > longest:
         raise LaunchError(f"--sequence-length {length}: this model has learned {longest} positions: use at most that")
-    if request.text:
-        stride = request.stride or length
+    if options.text:
+        stride = options.stride or length
         if stride > length:
             raise LaunchError(f"--stride {stride} would leave out tokens: use at most the sequence length, {length}")
-        return [Texts(open_sources(request.text, request.text_field), length, stride)]
+        return [Texts(open_sources(options.text, options.text_field), length, stride)]
     data = _section(DataConfig, stored, "data")
-    choices = _choices(request, data)
+    choices = _choices(options, data)
     asked = data or DataConfig()
-    if request.data:
-        asked = asked.model_copy(update={"path": list(request.data), "sources": {}, "validation": {}})
+    if options.data:
+        asked = asked.model_copy(update={"path": list(options.data), "sources": {}, "validation": {}})
     wanted = {prefix for choice in choices for prefix in choice.prefixes}
     places = copies_here(asked, length, only=wanted, may_fetch=True, tell=log.info)
     choices = [one._replace(prefixes=[places.get(prefix, prefix) for prefix in one.prefixes]) for one in choices]
@@ -153,20 +153,20 @@ def scored_data(request: EvaluateRequest, stored: StoredModel) -> list[Texts] | 
     if not prefixes:
         raise LaunchError("nothing to score: give --text FILE, or --data PREFIX of prepared data")
     for prefix in prefixes:
-        if not request.data and not with_ending(prefix, ".bin").is_file():
+        if not options.data and not with_ending(prefix, ".bin").is_file():
             raise LaunchError(f"the run's data {prefix.absolute()} is not there: give --data PREFIX, or --text FILE")
         stored.check_prepared(prefix)
-    return [_prepared(choice, request, stored, training, data, length, is_own=length == own) for choice in choices]
+    return [_prepared(choice, options, stored, training, data, length, is_own=length == own) for choice in choices]
 
 
-def _choices(request: EvaluateRequest, data: DataConfig | None) -> list[_Choice]:
+def _choices(options: EvaluateOptions, data: DataConfig | None) -> list[_Choice]:
     """Returns the sets that a run is evaluated on, or what the options ask for in their place."""
-    fraction, split = request.held_out_fraction, request.split or "held_out"
+    fraction, split = options.held_out_fraction, options.split or "held_out"
     if fraction is None:
         fraction = data.held_out_fraction if data else DataConfig.model_fields["held_out_fraction"].default
-    if request.data or data is None:
-        return [_Choice("", request.data, split, fraction, None)]
-    if data.validation and request.split is None and request.held_out_fraction is None:
+    if options.data or data is None:
+        return [_Choice("", options.data, split, fraction, None)]
+    if data.validation and options.split is None and options.held_out_fraction is None:
         return [
             _Choice(name, one.path or [], "train", 0.0, one.samples)  # all documents
             if one.source is None
@@ -179,7 +179,7 @@ def _choices(request: EvaluateRequest, data: DataConfig | None) -> list[_Choice]
 
 def _prepared(
     choice: _Choice,
-    request: EvaluateRequest,
+    options: EvaluateOptions,
     stored: StoredModel,
     training: TrainingConfig | None,
     data: DataConfig | None,
@@ -201,13 +201,13 @@ def _prepared(
         vocab_limit=stored.model.vocab_size,
         too_long=data.too_long if data and is_own else "cut",
     )
-    if request.samples is not None and request.samples > samples.samples_per_epoch:
+    if options.samples is not None and options.samples > samples.samples_per_epoch:
         raise LaunchError(
-            f"--samples {request.samples}: the {samples.split} split of {', '.join(map(str, prefixes))} has "
+            f"--samples {options.samples}: the {samples.split} split of {', '.join(map(str, prefixes))} has "
             f"{samples.samples_per_epoch} of {length} tokens: give at most that, or leave it out"
         )
     usual = training.evaluation.samples if training else samples.samples_per_epoch
-    count = request.samples or choice.samples or usual
+    count = options.samples or choice.samples or usual
     notices = list(notices_of_evaluation(samples, count))
     if data and data.packing != packing:
         notices.append(

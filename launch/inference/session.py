@@ -1,7 +1,7 @@
 """Runs a stored model on this machine, whole or cut over local tensor-parallel ranks, for generation and evaluation.
 
-A command calls `run`. On one process the work is done in place; otherwise `run` starts ranks and passes the request as
-a JSON file. Each rank reads its own slices of the weights and does the same work; rank 0 prints.
+A command calls `run_here_or_on_ranks`: on one process the work is done in place; otherwise ranks are started, which get
+the options as a JSON file. Each rank reads its own slices of the weights and does the same work; rank 0 prints.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from launch.conversion.huggingface.model_folder import DTYPES
 from launch.conversion.huggingface.serial_model import filled_model
 from launch.errors import FAILED_CODE, USER_ERROR_CODE, USER_ERRORS, LaunchError
-from launch.inference.requests import ModelPlacement
+from launch.inference.command_options import ModelPlacement
 from launch.inference.stored_model import StoredModel, open_stored
 from launch.output import FIRST_WORD_S, spinner
 from launch.runtime.devices import gpu_count
@@ -93,46 +93,46 @@ def load(place: ModelPlacement, rank: int = 0, stored: StoredModel | None = None
     return Loaded(stored, module.requires_grad_(False), tp, device)
 
 
-def run(
-    module: str, request: Any, check: Callable[[Any, StoredModel], object], work: Callable[[Any, Loaded], None]
+def run_here_or_on_ranks(
+    module: str, options: Any, check: Callable[[Any, StoredModel], object], work: Callable[[Any, Loaded], None]
 ) -> int:
-    """Runs `work(request, loaded)` here, or on ranks that run `python -m MODULE`. Returns the exit code.
+    """Runs `work(options, loaded)` here, or on ranks that run `python -m MODULE`. Returns the exit code.
 
-    request: a dataclass that can be converted to JSON, with a `place`. `check(request, stored)` raises errors of the
+    options: a dataclass that can be converted to JSON, with a `place`. `check(options, stored)` raises errors of the
     user before weights are read and ranks are started.
     """
-    with spinner(f"opening {request.place.path}", first_s=FIRST_WORD_S):
-        stored = open_stored(request.place.path, request.place.tokenizer)
-        place = resolve(request.place, stored)
-        check(request, stored)
+    with spinner(f"opening {options.place.path}", first_s=FIRST_WORD_S):
+        stored = open_stored(options.place.path, options.place.tokenizer)
+        place = resolve(options.place, stored)
+        check(options, stored)
         size = place.tensor_parallel_size
         loaded = load(place, 0, stored) if size == 1 else None
     if loaded is not None:
-        work(request, loaded)
+        work(options, loaded)
         return 0
     environment, description = rank_environment(LaunchConfig(), size, place.device == "cuda")
     say(f"megalite: starting {size} ranks on {place.device} ({description})", file=sys.stderr, flush=True)
     with NamedTemporaryFile("w", suffix=".json") as file:  # command-line arguments are limited to 128 KB
-        json.dump(asdict(replace(request, place=place)), file)
+        json.dump(asdict(replace(options, place=place)), file)
         file.flush()
         return start_local_ranks(Mesh(tensor_parallel_size=size), environment, [file.name], module)
 
 
 def rank_main(arguments: Sequence[str], kind: Callable[..., Any], work: Callable[[Any, Loaded], None]) -> int:
-    """Runs one of the ranks that `run` starts, for requests of one kind. Returns the exit code."""
+    """Runs one of the ranks that `run_here_or_on_ranks` starts, with options of one kind. Returns the exit code."""
     from megalite.engine.deepspeed.process_groups import start_distributed, stop_distributed  # only ranks need it
 
     take_signals().when = ""
     end_with_parent()
     values = json.loads(Path(arguments[0]).read_text())
-    request = kind(**values | {"place": ModelPlacement(**values["place"])})
+    options = kind(**values | {"place": ModelPlacement(**values["place"])})
     rank = this_rank()
-    assert rank is not None, "started by run"
+    assert rank is not None, "started by run_here_or_on_ranks"
     try:
         with spinner("starting ranks and reading the model", is_shown=rank.rank == 0, first_s=FIRST_WORD_S):
             start_distributed(rank.local_rank)
-            loaded = load(request.place, rank.rank)
-        work(request, loaded)
+            loaded = load(options.place, rank.rank)
+        work(options, loaded)
     except USER_ERRORS as error:
         log_once(str(error), rank)
         return USER_ERROR_CODE

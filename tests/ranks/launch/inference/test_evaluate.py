@@ -16,9 +16,9 @@ from data_pipeline.prepare.prepare import prepare
 from data_pipeline.tokenizers.training import train_tokenizer
 from launch.cli.app import main
 from launch.errors import USER_ERRORS, LaunchError
+from launch.inference.command_options import EvaluateOptions, ModelPlacement
 from launch.inference.evaluate import Evaluation, evaluate
 from launch.inference.generate import generate
-from launch.inference.requests import EvaluateRequest, ModelPlacement
 from launch.inference.session import load
 from tests.helpers.commands import metrics
 from tests.helpers.hub_models import HubModel
@@ -89,18 +89,18 @@ def of_the_guide(folder: Path, documents: list[str], length: int, stride: int) -
     return total, count
 
 
-def evaluated(request: EvaluateRequest, rank: int = 0) -> Evaluation:
-    return evaluate(request, load(request.place, rank), lambda score: None)
+def evaluated(options: EvaluateOptions, rank: int = 0) -> Evaluation:
+    return evaluate(options, load(options.place, rank), lambda score: None)
 
 
-def evaluated_on_rank(rank: int, request: EvaluateRequest) -> Evaluation:
-    return evaluated(request, rank)
+def evaluated_on_rank(rank: int, options: EvaluateOptions) -> Evaluation:
+    return evaluated(options, rank)
 
 
 @pytest.mark.parametrize("stride", [None, 5])
 def test_text_has_the_loss_that_transformers_gives_it(hub: Path, texts: list[str], stride: int | None) -> None:
-    request = EvaluateRequest(ModelPlacement(str(hub)), texts, [], "content", sequence_length=LENGTH, stride=stride)
-    ours, documents = evaluated(request), documents_of(texts)
+    options = EvaluateOptions(ModelPlacement(str(hub)), texts, [], "content", sequence_length=LENGTH, stride=stride)
+    ours, documents = evaluated(options), documents_of(texts)
     total, count = of_the_guide(hub, documents, LENGTH, stride or LENGTH)
     assert (ours.tokens, ours.documents) == (count, len(documents))
     assert ours.loss == pytest.approx(total / count, rel=1e-5)  # fp32 against float64
@@ -114,9 +114,9 @@ def test_text_has_the_loss_that_transformers_gives_it(hub: Path, texts: list[str
 def test_ranks_together_get_the_same_loss(hub: Path, texts: list[str]) -> None:
     """More ranks than key/value heads, and a vocabulary of which each has a part."""
     place = ModelPlacement(str(hub), tensor_parallel_size=2)
-    request = EvaluateRequest(place, texts, [], "content", sequence_length=LENGTH, stride=7)
+    options = EvaluateOptions(place, texts, [], "content", sequence_length=LENGTH, stride=7)
     total, count = of_the_guide(hub, documents_of(texts), LENGTH, 7)
-    for ours in run_ranks(evaluated_on_rank, 2, request):
+    for ours in run_ranks(evaluated_on_rank, 2, options):
         assert ours.tokens == count and ours.loss == pytest.approx(total / count, rel=1e-5)
 
 
@@ -129,19 +129,19 @@ def test_a_run_is_evaluated_on_its_own_samples(tiny: dict[str, Any], tmp_path: P
     train(tmp_path / "session", tiny, world_size=2)
     recorded = metrics(tiny["run_dir"])[-1]["evaluation_loss"]
     place = ModelPlacement(tiny["run_dir"])
-    own = evaluated(EvaluateRequest(place, [], []))
+    own = evaluated(EvaluateOptions(place, [], []))
     assert own.samples == 6 and own.sequence_length == 32 and own.bits_per_byte is None
     assert own.loss == pytest.approx(recorded, rel=1e-6)
-    assert evaluated(EvaluateRequest(place, [], list(map(str, [tiny["data"]["path"]])))).loss == own.loss
-    whole = evaluated(EvaluateRequest(place, [], [], samples=own.samples_per_epoch))
+    assert evaluated(EvaluateOptions(place, [], list(map(str, [tiny["data"]["path"]])))).loss == own.loss
+    whole = evaluated(EvaluateOptions(place, [], [], samples=own.samples_per_epoch))
     assert whole.tokens > own.tokens and whole.loss != own.loss
     with pytest.raises(LaunchError, match=f"has {own.samples_per_epoch} of 32 tokens: give at most that"):
-        evaluated(EvaluateRequest(place, [], [], samples=own.samples_per_epoch + 1))
+        evaluated(EvaluateOptions(place, [], [], samples=own.samples_per_epoch + 1))
     if document_mask:  # text too, with the tokenizer that prepared the data
         made = generate(tiny["run_dir"], "import ", max_new_tokens=5)
         assert made.prompt_tokens >= 1 and 1 <= made.new_tokens <= 5
-        assert evaluated(EvaluateRequest(place, [__file__], [])).bits_per_byte
-    trained_on = evaluated(EvaluateRequest(place, [], [], split="train"))
+        assert evaluated(EvaluateOptions(place, [__file__], [])).bits_per_byte
+    trained_on = evaluated(EvaluateOptions(place, [], [], split="train"))
     assert trained_on.samples_per_epoch > own.samples_per_epoch and trained_on.loss != own.loss
 
 
@@ -167,7 +167,7 @@ def test_each_set_of_a_run_on_a_mix_has_the_loss_of_its_metrics(
     tiny["training"] |= {"steps": 2, "evaluation": {"interval": 2, "samples": 4}}
     train(tmp_path / "session", tiny, world_size=1)
     recorded = metrics(tiny["run_dir"])[-1]
-    found = evaluated(EvaluateRequest(ModelPlacement(tiny["run_dir"]), [], []))
+    found = evaluated(EvaluateOptions(ModelPlacement(tiny["run_dir"]), [], []))
     assert found.sets is not None
     assert {one.name: one.loss for one in found.sets} == pytest.approx(recorded["evaluation_losses"], rel=1e-6)
     assert found.loss == pytest.approx(recorded["evaluation_loss"], rel=1e-6)
@@ -187,11 +187,11 @@ def test_prepared_data_for_a_model_that_is_no_runs(hub: Path, texts: list[str], 
     summary = prepare([str(tmp_path / "*.txt")], tmp_path / "data", hub.parent / "tokenizer", workers=1)
     data, length = [str(tmp_path / "data")], summary.token_count - 1
     place = ModelPlacement(str(hub))
-    ours = evaluated(EvaluateRequest(place, [], data, "", "train", 0.0, sequence_length=length))
+    ours = evaluated(EvaluateOptions(place, [], data, "", "train", 0.0, sequence_length=length))
     assert ours.samples == ours.samples_per_epoch == 1
     total, count = of_the_guide(hub, [document + "<|endoftext|>" for document in documents], length, length)
     assert ours.tokens == count and ours.loss == pytest.approx(total / count, rel=1e-5)
-    shorter = evaluated(EvaluateRequest(place, [], data, "", "train", 0.0))
+    shorter = evaluated(EvaluateOptions(place, [], data, "", "train", 0.0))
     assert shorter.sequence_length == 64 and shorter.samples == shorter.samples_per_epoch > 1
 
 
@@ -244,11 +244,11 @@ def test_learned_positions_and_single_tokens_have_their_sentence(tmp_path: Path)
     folder = speaking(tmp_path, "gpt2")
     (tmp_path / "a.txt").write_text("a")
     with pytest.raises(USER_ERRORS, match="learned 64 positions"):
-        evaluated(EvaluateRequest(ModelPlacement(str(folder)), [str(tmp_path / "a.txt")], [], sequence_length=65))
+        evaluated(EvaluateOptions(ModelPlacement(str(folder)), [str(tmp_path / "a.txt")], [], sequence_length=65))
     with pytest.raises(USER_ERRORS, match="no document has the two tokens"):
-        evaluated(EvaluateRequest(ModelPlacement(str(folder)), [str(tmp_path / "a.txt")], []))
+        evaluated(EvaluateOptions(ModelPlacement(str(folder)), [str(tmp_path / "a.txt")], []))
 
 
 def test_data_of_another_tokenizer_is_refused(corpus: Path, hub: Path) -> None:
     with pytest.raises(USER_ERRORS, match="another tokenizer"):
-        evaluated(EvaluateRequest(ModelPlacement(str(hub)), [], [str(corpus)]))
+        evaluated(EvaluateOptions(ModelPlacement(str(hub)), [], [str(corpus)]))

@@ -26,8 +26,8 @@ from launch.cli.app import main
 from launch.conversion.huggingface.importing import import_hugging_face
 from launch.errors import USER_ERRORS
 from launch.inference import session as inference
+from launch.inference.command_options import GenerateOptions, ModelPlacement
 from launch.inference.generate import CUT_CHARACTER, TextStream, generate, generations, run
-from launch.inference.requests import GenerateRequest, ModelPlacement
 from launch.inference.session import load
 from launch.inference.stored_model import open_stored
 from megalite.parallel.mesh import Mesh
@@ -144,8 +144,8 @@ def test_tokens_are_transformers_own_on_one_rank_and_on_two(
 
 def drawn_on_rank(rank: int, folder: str) -> list[str]:
     place = ModelPlacement(folder, tensor_parallel_size=2)
-    request = GenerateRequest(place, ["x", "def f"], 12, temperature=1.3, top_k=40, top_p=0.95, seed=5)
-    return [made.completion for made in generations(request, load(place, rank), lambda text: None)]
+    options = GenerateOptions(place, ["x", "def f"], 12, temperature=1.3, top_k=40, top_p=0.95, seed=5)
+    return [made.completion for made in generations(options, load(place, rank), lambda text: None)]
 
 
 def test_drawn_text_is_the_same_on_any_number_of_ranks(spoken: Path) -> None:
@@ -236,21 +236,21 @@ def test_a_chat_goes_through_the_template_and_ends_as_it_says(
     with pytest.raises(USER_ERRORS, match="chat template"):
         generate(spoken, "def", chat=True)
 
-    request = GenerateRequest(ModelPlacement(str(folder)), ["def", "x"], 8, chat=True)
-    first, second = generations(request, loaded := load(request.place), lambda text: None)
+    options = GenerateOptions(ModelPlacement(str(folder)), ["def", "x"], 8, chat=True)
+    first, second = generations(options, loaded := load(options.place), lambda text: None)
     said = [*chat, {"role": "assistant", "content": first.completion}, {"role": "user", "content": "x"}]
     ids = tokenizer.apply_chat_template(said, add_generation_prompt=True)["input_ids"]
     answer = tokenizer.decode(their_completion(folder, ids, max_new_tokens=8, do_sample=False))
     assert first == made and (second.completion, second.prompt_tokens) == (answer, len(ids))
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"def\n \nx")))  # typed: the same conversation
-    assert list(generations(replace(request, prompts=[]), loaded, lambda text: None)) == [first, second]
+    assert list(generations(replace(options, prompts=[]), loaded, lambda text: None)) == [first, second]
 
     with monkeypatch.context() as patch:  # a turn that may be too long says so, and the turns after it do not
         patch.setattr("launch.inference.generate.generate_tokens", lambda *_: iter(expected[:1]))
-        _, second = generations(request, loaded, lambda text: None)
+        _, second = generations(options, loaded, lambda text: None)
         room = loaded.stored.model.max_position_embeddings + 1 - second.prompt_tokens
         for new, warnings in ((room, 0), (room + 1, 1)):
-            asked = replace(request, prompts=["def", "x", "y"][: 2 + warnings], max_new_tokens=new)
+            asked = replace(options, prompts=["def", "x", "y"][: 2 + warnings], max_new_tokens=new)
             capfd.readouterr()
             list(generations(asked, loaded, lambda text: None))
             assert capfd.readouterr().err.count("new ones are more than the") == warnings
@@ -270,18 +270,18 @@ def test_a_chat_goes_through_the_template_and_ends_as_it_says(
 
 
 def test_sampling_repeats_with_its_seed_and_differs_among_prompts(spoken: Path) -> None:
-    request = GenerateRequest(ModelPlacement(str(spoken)), ["x", "x"], 12, temperature=1.5, top_k=50, top_p=0.9, seed=3)
-    first, second = generations(request, load(request.place), lambda text: None)
+    options = GenerateOptions(ModelPlacement(str(spoken)), ["x", "x"], 12, temperature=1.5, top_k=50, top_p=0.9, seed=3)
+    first, second = generations(options, load(options.place), lambda text: None)
     assert first.completion != second.completion
     assert generate(spoken, "x", max_new_tokens=12, temperature=1.5, top_k=50, top_p=0.9, seed=3) == first
     assert generate(spoken, "x", max_new_tokens=12, temperature=1.5, top_k=50, top_p=0.9, seed=4) == second
 
 
 def test_half_precision_computes_in_it(spoken: Path) -> None:
-    request = GenerateRequest(ModelPlacement(str(spoken), dtype="bf16"), ["def f"], 5)
-    loaded = load(request.place)
+    options = GenerateOptions(ModelPlacement(str(spoken), dtype="bf16"), ["def f"], 5)
+    loaded = load(options.place)
     assert {parameter.dtype for parameter in loaded.module.parameters()} == {torch.bfloat16}
-    (made,) = generations(request, loaded, lambda text: None)
+    (made,) = generations(options, loaded, lambda text: None)
     assert made.new_tokens == 5
 
 
@@ -377,7 +377,7 @@ def test_ranks_are_given_prompts_of_any_length(spoken: Path, monkeypatch: pytest
         return 0
 
     monkeypatch.setattr(inference, "start_local_ranks", listen)
-    run(GenerateRequest(ModelPlacement(str(spoken), tensor_parallel_size=2), ["я" * 25_000]))
+    run(GenerateOptions(ModelPlacement(str(spoken), tensor_parallel_size=2), ["я" * 25_000]))
     assert seen[0]["prompts"] == ["я" * 25_000]
 
 
@@ -394,7 +394,7 @@ def test_a_text_too_long_for_the_model_is_said_before_it_is_made(
     monkeypatch.setattr(inference, "load", read_weights)
     for new, said in ((room, 0), (room + 1, 1)):
         with pytest.raises(InterruptedError):
-            run(GenerateRequest(ModelPlacement(str(spoken)), ["def f"], new))
+            run(GenerateOptions(ModelPlacement(str(spoken)), ["def f"], new))
         err = capfd.readouterr().err
         assert err.count("\n") == said == err.count(f"up to {new} new ones are more than"), err
     assert f"this model is meant for: ask for {room} new ones" in err

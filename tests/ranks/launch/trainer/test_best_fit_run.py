@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from data_pipeline.storage.indexed_writer import IndexedWriter
-from launch.inference.requests import EvaluateRequest, ModelPlacement
+from launch.inference.command_options import EvaluateOptions, ModelPlacement
 from launch.trainer.data.packing import pack_data
 from megalite.config import Config
 from tests.conftest import VOCAB_SIZE
@@ -40,7 +40,7 @@ def test_a_resume_on_another_layout_reads_the_same_samples(tiny: dict[str, Any],
     assert [row[2] for row in found] == [row[2] for row in expected] and len(found) == 4
     assert [row[1] for row in found] == pytest.approx([row[1] for row in expected], rel=1e-5)
     assert found[-1][3] == pytest.approx(expected[-1][3], rel=1e-5)
-    own = evaluated(EvaluateRequest(ModelPlacement(whole["run_dir"]), [], []))
+    own = evaluated(EvaluateOptions(ModelPlacement(whole["run_dir"]), [], []))
     assert own.loss == pytest.approx(expected[-1][3], rel=1e-6)
-    shorter = evaluated(EvaluateRequest(ModelPlacement(whole["run_dir"]), [], [], sequence_length=24))
+    shorter = evaluated(EvaluateOptions(ModelPlacement(whole["run_dir"]), [], [], sequence_length=24))
     assert shorter.notice is not None and "packed concat" in shorter.notice

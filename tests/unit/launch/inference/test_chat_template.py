@@ -13,7 +13,7 @@ from data_pipeline.tokenizers.reading import HubTokenizer
 from launch.errors import LaunchError
 from launch.inference import generate
 from launch.inference.chat_template import Dialogue
-from launch.inference.requests import GenerateRequest, ModelPlacement
+from launch.inference.command_options import GenerateOptions, ModelPlacement
 from megalite.config import ModelConfig
 from megalite.config.known_models import run_of
 from tests.unit.data_pipeline.chat.templates import ENDS, NOT_SPECIAL, SPECIAL, TEMPLATES
@@ -104,7 +104,7 @@ def test_a_template_that_cannot_be_used_is_one_sentence(monkeypatch: pytest.Monk
 
 def test_more_new_tokens_than_a_cache_holds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(LaunchError, match="99,999,999,999 is more than 1,000,000: ask for fewer"):
-        GenerateRequest(ModelPlacement("model"), ["a"], max_new_tokens=99_999_999_999)
+        GenerateOptions(ModelPlacement("model"), ["a"], max_new_tokens=99_999_999_999)
     model = ModelConfig.model_validate(run_of("llama3-8b")["model"])  # 32 layers, 8 heads of 128 for keys and values
     monkeypatch.setattr(generate, "host_memory_bytes", lambda: 64 << 30)
     place = ModelPlacement("model", 1, "cpu", "fp32")

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from launch.errors import USER_ERRORS
-from launch.inference.requests import EvaluateRequest, ModelPlacement
+from launch.inference.command_options import EvaluateOptions, ModelPlacement
 from launch.inference.scored_data import Prepared, scored_data
 from launch.inference.stored_model import StoredModel
 from launch.trainer.data.packing import pack_data
@@ -28,7 +28,7 @@ def stored(tiny: dict[str, Any], corpus: Path, tmp_path: Path) -> StoredModel:
 
 
 def prepared(stored: StoredModel, data: list[str], **options: Any) -> Prepared:
-    (found,) = scored_data(EvaluateRequest(ModelPlacement("model"), [], data, **options), stored)
+    (found,) = scored_data(EvaluateOptions(ModelPlacement("model"), [], data, **options), stored)
     assert isinstance(found, Prepared) and found.name == ""
     return found
 

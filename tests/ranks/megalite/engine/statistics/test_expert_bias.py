@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from launch.conversion.huggingface.exporting import plan_export
-from launch.inference.requests import ModelPlacement
+from launch.inference.command_options import ModelPlacement
 from launch.inference.session import load
 from megalite.checkpoint import engine_state
 from megalite.checkpoint.engine_state import load_engine, own_blocks, own_size

@@ -1,4 +1,4 @@
-"""The options of `megalite generate` and `megalite evaluate`, which are checked before PyTorch is loaded."""
+"""The command-line options of `megalite generate` and `megalite evaluate`, checked before PyTorch is loaded."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class ModelPlacement:
 
 
 @dataclass(frozen=True)
-class GenerateRequest:
-    """The options of `megalite generate`."""
+class GenerateOptions:
+    """What a user has asked `megalite generate` for."""
 
     place: ModelPlacement
     prompts: list[str]  # none in chat: what is typed
@@ -80,8 +80,8 @@ class GenerateRequest:
 
 
 @dataclass(frozen=True)
-class EvaluateRequest:
-    """The options of `megalite evaluate`; None and empty: those of the run, or everything."""
+class EvaluateOptions:
+    """What a user has asked `megalite evaluate` for; None and empty: those of the run, or everything."""
 
     place: ModelPlacement
     text: list[str]  # sources, as `megalite prepare` takes them
