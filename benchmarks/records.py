@@ -30,7 +30,7 @@ BEGAN = 1.7e9
 ACTIONS = {  # those that change the folder come last
     "a supervisor's look": """
 before = time_now()
-assert RunFolder.read(run_dir).step
+assert RunProgress.read(run_dir).step
 """,
     "`megalite status`": """
 before = time_now()
@@ -69,7 +69,7 @@ import resource, sys, time
 from pathlib import Path
 from launch.inspection.history import read_columns
 from launch.inspection.status import read_status
-from launch.supervision.run_outcome import RunFolder
+from launch.supervision.run_progress import RunProgress
 from megalite.monitor.goodput import Goodput
 from megalite.monitor.prometheus.totals import RunTotals
 from megalite.monitor.sinks.jsonl import METRICS, JsonLinesSink

@@ -318,8 +318,8 @@ class HostsSupervisor(Supervisor):
 
     def _has_started(self) -> bool:
         """Returns whether the ranks of this attempt have met; true if the run's folder does not tell."""
-        now = self._read_folder()
-        return now is None or now.has_new_session(self._folder)
+        now = self._read_progress()
+        return now is None or now.has_new_session(self._progress)
 
     def _command(self, assignment: HostAssignment, shown: dict[str, str], folder: Path) -> list[str]:
         """Writes the files of the launcher and returns its command line; `shown` are variables that all may see."""

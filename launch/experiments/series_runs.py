@@ -13,7 +13,7 @@ from launch.experiments.measurement import RunMeasurement
 from launch.experiments.series import RunSeries, SeriesRun
 from launch.runtime.modules import COMMAND_LINE, python_command
 from launch.runtime.processes import TICK_S, ProcessTree, StopSignals
-from launch.supervision.run_outcome import RunFolder
+from launch.supervision.run_progress import RunProgress
 from megalite.checkpoint.small_files import read_end
 
 LOG_BYTES = 1 << 16
@@ -76,7 +76,7 @@ def _make(series: RunSeries, run: SeriesRun, signals: StopSignals, advance: Adva
     with ProcessTree(words, os.environ) as tree:
         while code is None and signals.last is None:
             code = tree.wait(TICK_S)
-            state = RunFolder.read(run.run_dir)
+            state = RunProgress.read(run.run_dir)
             advance(run, state.step if state is not None else 0)
     return code
 

@@ -1,7 +1,7 @@
 """Restarts a run that fails, which then resumes by itself: `megalite supervise` and `megalite train --restart`.
 
-The supervisor keeps no state of the run: it reads the outcome of an attempt from the run folder (run_outcome.py). Each
-attempt runs under a reaper of its own (reaper.py), so that nothing of it is left when it has ended, or when the
+The supervisor keeps no state of the run: it reads from the run folder how far an attempt has come (run_progress.py).
+Each attempt runs under a reaper of its own (reaper.py), so that nothing of it is left when it has ended, or when the
 supervisor is killed.
 """
 
@@ -39,7 +39,7 @@ from launch.runtime.modules import REAPER, python_command
 from launch.runtime.processes import ProcessTree, StopRequest, StopSignals, wait_for
 from launch.runtime.rank_environment import ATTEMPT
 from launch.supervision.liveness import HeartbeatMonitor
-from launch.supervision.run_outcome import RunFolder, run_exit_code
+from launch.supervision.run_progress import RunProgress, run_exit_code
 from launch.trainer.start.run_config import load_run_config
 from megalite.checkpoint.small_files import read_end
 from megalite.config import Config
@@ -147,8 +147,8 @@ class Supervisor(ABC):
         self._policy, self._run_dir, self._length_of = policy, run_dir, config
         self._nonfatal = Nonfatal(log.warning)
         self._unreadable = ""  # why the folder was, as last told
-        self._folder = self._read_folder() or RunFolder()  # when it could last be read
-        self._progress: tuple[int | None, int] | None = None  # checkpoint and step of the last attempt that trained
+        self._progress = self._read_progress() or RunProgress()  # when it could last be read
+        self._last_trained: tuple[int | None, int] | None = None  # by the last attempt that did: checkpoint, step
         self._restarts = self._startup_failures = 0
         self._wait_s = policy.first_wait_s
 
@@ -162,8 +162,8 @@ class Supervisor(ABC):
             while True:
                 began = time.time()
                 ended = self._attempt(signals)
-                before, after = self._folder, self._read_folder()
-                self._folder = after or before
+                before, after = self._progress, self._read_progress()
+                self._progress = after or before
                 code = run_exit_code(before, after, ended.code, self._total_steps())
                 if ended.reason is not None and code and signals.last is None:
                     # the supervisor ended the attempt, and ranks may have reported that as a preemption
@@ -181,7 +181,7 @@ class Supervisor(ABC):
                 if reason:
                     self._log(f"gave up: {reason}: {self._ending(code)}")
                     return code
-                if self._restarts and self._folder.checkpoint != before.checkpoint:
+                if self._restarts and self._progress.checkpoint != before.checkpoint:
                     self._wait_s = self._policy.first_wait_s
                 self._restarts += 1
                 number = f"{self._restarts} of {self._policy.restarts}"
@@ -192,7 +192,7 @@ class Supervisor(ABC):
                     return 128 + (signals.last or signal.SIGTERM)
                 self._wait_s = min(2 * self._wait_s, self._policy.longest_wait_s)
 
-    def _read_folder(self) -> RunFolder | None:
+    def _read_progress(self) -> RunProgress | None:
         """Reads the run's folder; None if it is unreadable, which is logged once for each reason."""
 
         def report(reason: str) -> None:
@@ -200,21 +200,21 @@ class Supervisor(ABC):
                 self._unreadable = reason
                 self._log(f"{self._run_dir} is unreadable, so the command's exit code alone counts: {reason}")
 
-        return RunFolder.read(self._run_dir, report)
+        return RunProgress.read(self._run_dir, report)
 
     def _ending(self, code: int) -> str:
         """Returns an exit code with its meaning, how far the run has come, and what starting it again does."""
-        if code in (0, USER_ERROR_CODE) or not (self._folder.step or self._folder.checkpoint):
+        if code in (0, USER_ERROR_CODE) or not (self._progress.step or self._progress.checkpoint):
             return describe(code)
-        return f"{describe(code)} {self._folder}; {format_continuation(self._folder.checkpoint)}"
+        return f"{describe(code)} {self._progress}; {format_continuation(self._progress.checkpoint)}"
 
     def _total_steps(self) -> int | None:
         """Returns the length of the run in steps, counted from its newest checkpoint; None if it is not known."""
         if self._length_of is None:
             return None
-        return self._length_of.counted_from(self._folder.checkpoint or 0, self._folder.tokens_seen).total_steps
+        return self._length_of.counted_from(self._progress.checkpoint or 0, self._progress.tokens_seen).total_steps
 
-    def _reason_to_give_up(self, before: RunFolder, after: RunFolder | None, ended: AttemptEnd) -> str | None:
+    def _reason_to_give_up(self, before: RunProgress, after: RunProgress | None, ended: AttemptEnd) -> str | None:
         """Returns why another attempt would not help; None if it may.
 
         A step that fails twice will fail again, but a host that is lost twice may not be; a start that fails may be
@@ -224,9 +224,9 @@ class Supervisor(ABC):
             return "there is nothing to start it on"
         if after is not None and after.has_trained(before):
             self._startup_failures = 0
-            if ended.reason is None and (after.checkpoint, after.step) == self._progress:
+            if ended.reason is None and (after.checkpoint, after.step) == self._last_trained:
                 return "it failed twice in a row without progress"
-            self._progress = after.checkpoint, after.step
+            self._last_trained = after.checkpoint, after.step
         else:
             self._startup_failures += 1
             if self._startup_failures >= STARTUP_FAILURES:
@@ -246,8 +246,8 @@ class Supervisor(ABC):
             "ended": time.time(),
             "exit_code": code,
             "reason": ended.reason or describe(code),
-            "step": self._folder.step,
-            "checkpoint": self._folder.checkpoint,
+            "step": self._progress.step,
+            "checkpoint": self._progress.checkpoint,
             **ended.facts,
         }
         with self._nonfatal(str(self._run_dir / ATTEMPTS)):
@@ -291,7 +291,7 @@ class CommandSupervisor(Supervisor):
             self._log(f"ended {left} process{'es' * (left > 1)} that the run had left behind")
         is_own = list(self._command[1:2]) == ["-P"]  # as from `python_command`
         if code == FAILED_CODE and not self._restarts and os.environ.get(SAFE_PATH) and not is_own:
-            before, after = self._folder, self._read_folder() or self._folder
+            before, after = self._progress, self._read_progress() or self._progress
             if not (after.has_new_session(before) or after.has_trained(before)):
                 with self._nonfatal("the console"):
                     log.warning(MODULES)

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from launch.errors import LaunchError
-from launch.supervision.run_outcome import RunFolder, run_exit_code
+from launch.supervision.run_progress import RunProgress, run_exit_code
 from launch.supervision.supervisor import Policy, config_of, describe, supervise_run
 from megalite.config import ConfigError
 from megalite.monitor.events import read_events
@@ -223,16 +223,16 @@ def test_nothing_left_to_train_is_seen_by_the_checkpoint(tmp_path: Path, total_s
     """The session that saved it was killed before it could say that it ended."""
     write_event(tmp_path, "started")
     save(tmp_path, 6)
-    folder = RunFolder.read(tmp_path)
+    folder = RunProgress.read(tmp_path)
     assert folder is not None and run_exit_code(folder, folder, 0, total_steps) == code
-    empty = RunFolder()
+    empty = RunProgress()
     assert run_exit_code(empty, empty, 0, total_steps) == 1, "nothing was ever started"
     assert run_exit_code(folder, None, 0, total_steps) == 1, "nobody can say"
 
 
 def test_of_a_killed_rank_the_signal_is_told_and_not_that_the_others_waited() -> None:
-    hung = RunFolder(sessions=1, last_event="hung")
-    assert [run_exit_code(RunFolder(), hung, code, None) for code in (0, 1, 86, 137)] == [86, 86, 86, 137]
+    hung = RunProgress(sessions=1, last_event="hung")
+    assert [run_exit_code(RunProgress(), hung, code, None) for code in (0, 1, 86, 137)] == [86, 86, 86, 137]
 
 
 def test_it_gives_up_when_the_restarts_are_used(supervise: Callable[..., Supervised]) -> None:

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from launch.supervision.run_outcome import RunFolder
+from launch.supervision.run_progress import RunProgress
 from megalite.monitor import line_files
 from megalite.monitor.events import EVENTS, EventLog, read_events
 from megalite.monitor.goodput import Goodput
@@ -84,7 +84,7 @@ def test_what_a_start_a_rollback_and_a_supervisor_read_does_not_grow_with_the_ru
         goodput, sink = Goodput(tmp_path, 1_000_180, log.write), JsonLinesSink(metrics, 1_000_180)
         again = {"step": 1_000_160, "time": 1.8e9, "step_time_s": 1.0}  # a rollback
         sink.on_step(again | goodput.measure(again))
-        folder = RunFolder.read(tmp_path)
+        folder = RunProgress.read(tmp_path)
     assert folder is not None and folder.step == 1_000_160
     assert goodput.seconds()["productive"] == 999_000 + 10
     assert goodput.lost_steps + goodput.summary()["lost_steps"] == 2 * 19 + 21

@@ -19,7 +19,7 @@ from launch.inspection.files import RunFiles
 from launch.inspection.status import read_status
 from launch.runtime.console import Console
 from launch.runtime.run_lock import is_locked, lock_holder, take_lock
-from launch.supervision.run_outcome import RunFolder
+from launch.supervision.run_progress import RunProgress
 from launch.supervision.supervisor import AttemptEnd, CommandSupervisor, Policy, announced_restart
 from launch.trainer.start.run_folder import (
     FILES,
@@ -109,7 +109,7 @@ TOUCHED: dict[str, Callable[[Path], object]] = {  # name in a run's folder -> wh
 READ = (
     is_locked,
     lock_holder,
-    RunFolder.read,
+    RunProgress.read,
     RunFiles.read,
     announced_restart,
     beat_times,

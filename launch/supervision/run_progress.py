@@ -1,4 +1,4 @@
-"""Determines the outcome of an attempt from what the run left in its folder.
+"""Reads how far a run has come, and with which exit code it really ended, from what it left in its folder.
 
 A launcher's exit code is unreliable: torchrun turns every exit code of its ranks into 1, `deepspeed` exits with 0 when
 its ranks were killed, and a shell script may return anything.
@@ -27,8 +27,8 @@ EXIT_CODES = {  # events that end a session -> exit code
 
 
 @dataclass(frozen=True)
-class RunFolder:
-    """State of a run's folder at one moment."""
+class RunProgress:
+    """The progress of a run, as its folder told it at one moment."""
 
     checkpoint: int | None = None  # step of the newest complete checkpoint
     tokens_seen: int = 0  # by that checkpoint
@@ -39,7 +39,7 @@ class RunFolder:
     last_event: str | None = None  # the event that ended the last session; None: there is none
 
     @classmethod
-    def read(cls, run_dir: Path, report: Callable[[str], object] = str) -> RunFolder | None:
+    def read(cls, run_dir: Path, report: Callable[[str], object] = str) -> RunProgress | None:
         """Reads a run's folder; None if it is unreadable, which says nothing about the run; `report` is told why."""
         try:
             newest, _ = find_latest(run_dir)
@@ -66,11 +66,11 @@ class RunFolder:
             report(f"{type(error).__name__}: {error}")
             return None
 
-    def has_new_session(self, before: RunFolder) -> bool:
+    def has_new_session(self, before: RunProgress) -> bool:
         """Returns whether ranks have recorded a start since `before`."""
         return (self.sessions or 0) > (before.sessions or 0)
 
-    def has_trained(self, before: RunFolder) -> bool:
+    def has_trained(self, before: RunProgress) -> bool:
         """Returns whether a step has ended since `before`."""
         if self.sessions is None:  # not a run of ours, or it could not write events
             return (self.last_record, self.checkpoint) != (before.last_record, before.checkpoint)
@@ -83,7 +83,7 @@ class RunFolder:
         return f"{step}; {held}"
 
 
-def run_exit_code(before: RunFolder, after: RunFolder | None, command_code: int, total_steps: int | None) -> int:
+def run_exit_code(before: RunProgress, after: RunProgress | None, command_code: int, total_steps: int | None) -> int:
     """Returns the exit code of a run whose command ended with `command_code`.
 
     The event that ended its last session decides. Without a new session, or without such an event, the command's code
