@@ -267,14 +267,14 @@ def _series(
     folder: Path | None,
 ) -> tuple[RunSeries, list[int]]:
     """Returns the series, and the numbers of ranks that are more than the cores of this machine."""
-    from launch.experiments.scaling_points import parse_ranks, scaling_points
+    from launch.experiments.scaled_configs import parse_ranks, scaled_configs
     from launch.experiments.series import RunSeries, length_free
     from launch.trainer.start.run_config import load_run_config
 
     base = load_run_config(config_path, overrides)
     numbers = parse_ranks(ranks)
     on_cpu, cores = not gpu_count(), cpu_count()
-    points = scaling_points(base, numbers, grow, is_weak=kind == "weak")
+    points = scaled_configs(base, numbers, grow, is_weak=kind == "weak")
     common = [*length_free(base), *overrides]
     if on_cpu and base.launch.threads_per_rank == "auto":  # which would give a rank alone all cores
         common.append(f"launch.threads_per_rank={max(1, cores // max(numbers))}")
@@ -285,14 +285,14 @@ def _series(
 
 def _report_on(run_dirs: list[Path], warm_up: int, folder: Path | None, *, as_json: bool) -> None:
     """Reports on runs that exist."""
-    from launch.experiments.scaling_points import kind_of, points_of_runs
+    from launch.experiments.existing_runs import points_of_runs, scaling_kind
     from launch.experiments.scaling_report import ScalingReport
 
     if folder is None:
         raise LaunchError("--from needs a folder for the report: -o FOLDER")
     points = points_of_runs(run_dirs, warm_up)
     folder.mkdir(parents=True, exist_ok=True)
-    _show(ScalingReport(kind_of(points), points), folder, "Scaling of runs", as_json=as_json)
+    _show(ScalingReport(scaling_kind(points), points), folder, "Scaling of runs", as_json=as_json)
 
 
 def _show(report: ScalingReport, folder: Path, title: str, *, as_json: bool) -> None:

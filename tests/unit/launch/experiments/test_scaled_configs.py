@@ -1,25 +1,23 @@
-"""What weak and strong scaling hold, and what runs of others must have in common."""
+"""What weak and strong scaling hold."""
 
 from __future__ import annotations
 
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from launch.errors import LaunchError
-from launch.experiments import scaling_points as scaling_points_module
-from launch.experiments.scaling_points import SIZES, Grow, kind_of, parse_ranks, points_of_runs, scaling_points
+from launch.experiments import scaled_configs as scaled_configs_module
+from launch.experiments.scaled_configs import SIZES, Grow, parse_ranks, scaled_configs
 from megalite.config import Config
 from tests.helpers.machines import cpus
-from tests.unit.launch.experiments.conftest import MeasuredRun
 
 BATCH = "training.global_batch_size"
 
 
 def options(config: Config, ranks: list[int], grow: Grow, *, is_weak: bool) -> list[dict[str, str]]:
-    points = scaling_points(config, ranks, grow, is_weak=is_weak)
+    points = scaled_configs(config, ranks, grow, is_weak=is_weak)
     return [dict(override.split("=") for override in point.overrides) for point in points]
 
 
@@ -43,46 +41,19 @@ def test_strong_scaling_holds_the_global_batch(config: Config) -> None:
 
 def test_the_planner_may_choose_the_layout_of_each_point(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every size is stated: a data-parallel size of auto would take all GPUs of the machine at every point."""
-    monkeypatch.setattr(scaling_points_module, "here", cpus)
+    monkeypatch.setattr(scaled_configs_module, "here", cpus)
     for ranks, one in zip((1, 2, 4), options(config, [1, 2, 4], "auto", is_weak=False), strict=True):
         assert prod(int(one[f"parallel.{size}"]) for size in SIZES.values()) == ranks
 
 
 def test_ranks_that_the_layout_cannot_have_are_refused(config: Config) -> None:
     with pytest.raises(LaunchError, match=r"--ranks 3: .*tensor_parallel_size 2 .* use 2 or 4 ranks"):
-        scaling_points(config, [3], "data", is_weak=False)
+        scaled_configs(config, [3], "data", is_weak=False)
     with pytest.raises(LaunchError, match=r"--ranks 6: --weak multiplies the replicas of the smallest point"):
-        scaling_points(config, [4, 6], "data", is_weak=True)
+        scaled_configs(config, [4, 6], "data", is_weak=True)
     with pytest.raises(LaunchError, match="--grow tensor adds no replica: use --grow data, or --strong"):
-        scaling_points(config, [2], "tensor", is_weak=True)
+        scaled_configs(config, [2], "tensor", is_weak=True)
     for text in ("", "1,,2", "0,1", "two", "1,-2", "²"):
         with pytest.raises(LaunchError, match="write numbers of ranks"):
             parse_ranks(text)
     assert parse_ranks("4, 1,2,2") == [1, 2, 4]
-
-
-def test_runs_tell_what_they_held(measured_run: MeasuredRun) -> None:
-    runs = {
-        name: measured_run(name, {"forward": 0.1}, data_parallel_size=ranks, global_batch_size=batch)
-        for name, ranks, batch in (("a", 1, 4), ("b", 2, 8), ("c", 2, 4), ("d", 4, 4), ("a2", 1, 4))
-    }
-    assert kind_of(points_of_runs([runs["b"], runs["a"]], 2)) == "weak"
-    assert kind_of(points_of_runs([runs["a"], runs["c"]], 2)) == "strong"
-    assert kind_of(points_of_runs([runs["a"], runs["b"], runs["d"]], 2)) == "mixed"
-    points = points_of_runs([runs["c"], runs["a2"], runs["a"]], 2)
-    assert [(point.name, len(point.runs)) for point in points] == [("tp1 pp1 dp1", 2), ("tp1 pp1 dp2", 1)]
-
-
-def test_runs_that_cannot_be_compared_are_refused(measured_run: MeasuredRun, tmp_path: Path) -> None:
-    run = measured_run("a", {"forward": 0.1})
-    precise = measured_run("b", {"forward": 0.1}, data_parallel_size=2, changes={"precision": {"dtype": "bf16"}})
-    with pytest.raises(LaunchError, match=r"differ in precision\.dtype: a token is not the same work"):
-        points_of_runs([run, precise], 2)
-    with pytest.raises(LaunchError, match="does not exist"):
-        points_of_runs([run, tmp_path / "nowhere"], 2)
-    short = measured_run("c", {"forward": 0.1}, data_parallel_size=2, steps=1, warm_up=0)
-    points = points_of_runs([run, short], 2)
-    assert [bool(point.runs) for point in points] == [True, False]
-    assert "nothing is measured" in points[1].failure
-    with pytest.raises(LaunchError, match="nothing is measured"):
-        points_of_runs([short], 2)

@@ -1,19 +1,15 @@
-"""The points of `megalite scaling`: one config on more and more ranks, and runs that others have made.
+"""The configs of `megalite scaling`: one config laid out for more and more ranks, as points of a series still to run.
 
 Weak scaling holds the batch of a replica and adds replicas; strong scaling holds the global batch. No torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Literal
 
-from launch.errors import USER_ERRORS, LaunchError
-from launch.experiments.efficiency import ScalingPoint
-from launch.experiments.measurement import RunMeasurement
+from launch.errors import LaunchError
 from launch.experiments.series import SeriesPoint
-from launch.inspection.files import check_is_run
 from launch.prediction.auto_layout import choose_on
 from launch.prediction.cluster import here
 from megalite.config import Config
@@ -26,11 +22,6 @@ SIZES = {  # what grows -> its option
     "tensor": "tensor_parallel_size",
     "pipeline": "pipeline_parallel_size",
 }
-MADE_ALIKE = {  # what runs must have in common, so that a token is the same work in each
-    "model": lambda config: config.model,
-    "training.sequence_length": lambda config: config.training.sequence_length,
-    "precision.dtype": lambda config: config.precision.dtype,
-}
 
 
 def parse_ranks(text: str) -> list[int]:
@@ -41,7 +32,7 @@ def parse_ranks(text: str) -> list[int]:
     return sorted({int(word) for word in words})
 
 
-def scaling_points(config: Config, ranks: Sequence[int], grow: Grow, *, is_weak: bool) -> tuple[SeriesPoint, ...]:
+def scaled_configs(config: Config, ranks: Sequence[int], grow: Grow, *, is_weak: bool) -> tuple[SeriesPoint, ...]:
     """Returns a point for each number of ranks. Raises LaunchError if the layout cannot have one of them."""
     if is_weak and grow != "data":
         why = "leaves the number of replicas to the planner" if grow == "auto" else "adds no replica"
@@ -84,47 +75,3 @@ def _chosen(config: Config, ranks: int) -> SeriesPoint:
     values = config.model_dump(mode="json")
     free = Config.model_validate(values | {"parallel": values["parallel"] | dict.fromkeys(SIZES.values(), "auto")})
     return SeriesPoint(plural(ranks, "rank"), tuple(choose_on(free, here(ranks)).overrides))
-
-
-def points_of_runs(run_dirs: Sequence[Path], warm_up: int) -> list[ScalingPoint]:
-    """Reads runs that any launcher has made; those of one layout are rounds of one point.
-
-    Raises LaunchError for a folder that is no run's, and where a token is not the same work in all of them.
-    """
-    runs: dict[tuple[int, ...], list[RunMeasurement]] = {}
-    failed = []
-    for run_dir in run_dirs:
-        check_is_run(run_dir)
-        try:
-            run = RunMeasurement.read(run_dir, warm_up)
-        except USER_ERRORS as error:
-            failed.append(ScalingPoint(str(run_dir), 0, (), str(error)))
-            continue
-        runs.setdefault((run.samples_per_step, *run.layout.values()), []).append(run)
-    measured = [run for alike in runs.values() for run in alike]
-    if not measured:
-        raise LaunchError(*(point.failure for point in failed))
-    for run in measured[1:]:
-        for name, value_of in MADE_ALIKE.items():
-            if value_of(run.config) != value_of(measured[0].config):
-                raise LaunchError(
-                    f"{run.run_dir} and {measured[0].run_dir} differ in {name}: a token is not the same work in both, "
-                    "so their speeds say nothing about scaling"
-                )
-    points = []
-    for alike in runs.values():
-        name = " ".join(f"{size_of[0]}p{size}" for size_of, size in alike[0].layout.items())
-        points.append(ScalingPoint(name, alike[0].ranks, tuple(alike)))
-    return [*sorted(points, key=lambda point: point.ranks), *failed]
-
-
-def kind_of(points: Sequence[ScalingPoint]) -> str:
-    """Returns which scaling runs show: `strong`, `weak`, or `mixed` where no batch is held."""
-    runs = [point.runs[0] for point in points if point.runs]
-
-    def is_held(batch: Callable[[RunMeasurement], float]) -> bool:
-        return len({batch(run) for run in runs}) == 1
-
-    if is_held(lambda run: run.samples_per_step):
-        return "strong"
-    return "weak" if is_held(lambda run: run.samples_per_step / run.layout["data_parallel_size"]) else "mixed"
