@@ -159,7 +159,7 @@ def _slices(engine: Engine, folder: Path) -> None:
 
 def _ranges(engine: Engine, hub: ModelFolder, folder: Path) -> tuple[list[Range], int]:
     """Returns the ranges of the files that hold this rank's slices, and how many of their bytes are its own."""
-    from megalite.checkpoint.huggingface.reader import HubReader
+    from megalite.checkpoint.huggingface.hub_reader import HubReader
     from megalite.checkpoint.manifest import Slices
 
     places: dict[str, tuple[str, int, list[int]]] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from data_pipeline.errors import DataError
 from megalite.checkpoint.errors import CheckpointError
-from megalite.checkpoint.small_files import UnsafeFile
+from megalite.checkpoint.safe_files import UnsafeFile
 from megalite.config import ConfigError
 from megalite.config.errors import one_line
 from megalite.resilience.signals import INTERRUPTED_CODE as INTERRUPTED_CODE

@@ -45,7 +45,7 @@ from launch.trainer.building import build_run
 from launch.trainer.endings import ENDINGS, exit_code_of
 from launch.trainer.start.flags import NO_FLAGS, StartFlags, split_flags
 from launch.trainer.start.run_config import load_run_config
-from megalite.checkpoint.small_files import forbid_writing_by_all
+from megalite.checkpoint.safe_files import forbid_writing_by_all
 from megalite.config import Config
 from megalite.config.user_folders import ensure_home
 from megalite.resilience.signals import take_signals

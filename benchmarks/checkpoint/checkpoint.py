@@ -136,7 +136,7 @@ def background_table(root: Path, repetitions: int) -> list[str]:
 
 def disk_rank(rank: int, root: Path, ranks: int, repetitions: int) -> list[Turn]:
     """Each turn writes with dd, saves, reads with dd, loads and resumes."""
-    from megalite.checkpoint.digests import newest_intact
+    from megalite.checkpoint.intact_checkpoint import newest_intact
 
     trainer = Trainer(MODEL, ranks)
     saver = trainer.saver(root, background=False)

@@ -40,7 +40,7 @@ from launch.supervision.supervisor import REAPER_S, AttemptEnd, CommandSuperviso
 from launch.trainer.start.flags import split_flags
 from launch.trainer.start.run_config import load_run_config
 from launch.trainer.start.run_folder import lock_run_folder, make_run_folder
-from megalite.checkpoint.small_files import UnsafeFile, check_small_file, make_folder, write_small_file
+from megalite.checkpoint.safe_files import UnsafeFile, check_file_is_safe, make_folder, write_small_file
 from megalite.config import Config
 from megalite.distributed.store_address import SECRET, new_secret
 from megalite.resilience.signals import STOP_SIGNALS
@@ -107,7 +107,7 @@ def main(arguments: Sequence[str]) -> int:
     logs = config.run_dir.resolve() / FOLDER
     make_folder(logs)
     for rank in range(int(count)):
-        check_small_file(logs / f"rank_{rank}.log")
+        check_file_is_safe(logs / f"rank_{rank}.log")
     with contextlib.chdir(CHECKOUT[0] if CHECKOUT else "/"):  # Ray's workers load code from the driver's folder
         folders = connect(address, int(count), admits_insecure=bool(admits_insecure))
     shown, private = forwarded_environment(os.environ, [])

@@ -15,7 +15,7 @@ from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.foreign_folders import foreign_checkpoint
 from megalite.checkpoint.manifest import LATEST, STEP, Manifest
 from megalite.checkpoint.remote.storage import Listed, Store, list_checkpoints
-from megalite.checkpoint.small_files import read_small_file
+from megalite.checkpoint.safe_files import read_small_file
 from megalite.config.places import url_of
 
 CHECKPOINTS = "checkpoints"  # subfolder of a run folder

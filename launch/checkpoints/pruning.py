@@ -14,7 +14,7 @@ from launch.runtime.run_lock import LOCK, lock_file
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.manifest import MANIFEST, find_latest
 from megalite.checkpoint.retention import Retention, RetentionCandidate, clean_up, prune, reasons_to_keep
-from megalite.checkpoint.small_files import SAFELY
+from megalite.checkpoint.safe_files import SAFELY
 
 LOCAL_ONLY = "only checkpoints of this machine are pruned; delete there with the tools of that storage"
 

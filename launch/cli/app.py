@@ -68,7 +68,7 @@ from launch.runtime.printing import print_exception, say
 from launch.trainer.start.flags import StartFlags
 from launch.trainer.start.run_config import load_run_config
 from megalite.checkpoint.durable_files import NO_ROOM
-from megalite.checkpoint.small_files import forbid_writing_by_all
+from megalite.checkpoint.safe_files import forbid_writing_by_all
 from megalite.config import Config
 from megalite.config.errors import expectation, must_be
 from megalite.config.foreign_words import answer, rows_of

@@ -13,7 +13,7 @@ from launch.errors import LaunchError
 from launch.output import check_writable, spinner
 from launch.runtime.logs import get_logger
 from launch.runtime.printing import say
-from megalite.checkpoint.small_files import check_small_file
+from megalite.checkpoint.safe_files import check_file_is_safe
 from megalite.units import plural
 
 log = get_logger(__name__)
@@ -66,7 +66,7 @@ def report(
     path = output if output is not None else run_dir / (INDEX if runs else FILE)
     if output is None and not runs:
         check_writable(path)
-        check_small_file(path)  # others may have put something else there
+        check_file_is_safe(path)  # others may have put something else there
     else:
         check_page_path(path)
     with spinner(f"reading {run_dir}"):

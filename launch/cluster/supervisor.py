@@ -60,7 +60,7 @@ from launch.supervision.liveness import HeartbeatMonitor
 from launch.supervision.supervisor import AttemptEnd, Policy, Supervisor, sleep
 from launch.trainer.start.flags import NO_FLAGS, StartFlags
 from launch.trainer.start.run_folder import make_run_folder
-from megalite.checkpoint.small_files import make_folder
+from megalite.checkpoint.safe_files import make_folder
 from megalite.config import Config, ConfigError
 from megalite.config.rules.known_bad import check_known_bad, installed_versions
 from megalite.distributed.store_address import SECRET, new_secret

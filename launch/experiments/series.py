@@ -23,7 +23,7 @@ from launch.trainer.start.checks import CheckedRun, check_start
 from launch.trainer.start.flags import StartFlags
 from launch.trainer.start.run_config import load_run_config
 from megalite.checkpoint.durable_files import write_durably
-from megalite.checkpoint.small_files import read_small_file
+from megalite.checkpoint.safe_files import read_small_file
 from megalite.config import Config
 
 SERIES = "series.json"

@@ -14,7 +14,7 @@ from launch.experiments.series import RunSeries, SeriesRun
 from launch.runtime.modules import COMMAND_LINE, python_command
 from launch.runtime.processes import TICK_S, ProcessTree, StopSignals
 from launch.supervision.run_progress import RunProgress
-from megalite.checkpoint.small_files import read_end
+from megalite.checkpoint.safe_files import read_end
 
 LOG_BYTES = 1 << 16
 ERROR = "megalite: error: "

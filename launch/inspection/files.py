@@ -20,7 +20,7 @@ from data_pipeline.neighbours import nearest
 from launch.errors import LaunchError
 from launch.output import check_local
 from launch.runtime.run_lock import LockHolder, lock_holder
-from megalite.checkpoint.small_files import read_small_file
+from megalite.checkpoint.safe_files import read_small_file
 from megalite.config import Config, ConfigError, load_saved_config
 from megalite.config.places import url_of
 from megalite.monitor.events import EVENTS

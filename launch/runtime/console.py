@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.runtime.printing import open_closed_streams
-from megalite.checkpoint.small_files import write_small_file
+from megalite.checkpoint.safe_files import write_small_file
 
 PAUSE_S = 0.02
 PATIENCE_S = 10.0  # for a reader that pauses

@@ -19,7 +19,7 @@ from typing import IO
 
 import psutil
 
-from megalite.checkpoint.small_files import SAFELY, open_to_write, read_small_file
+from megalite.checkpoint.safe_files import SAFELY, open_to_write, read_small_file
 
 LOCK = ".lock"
 LONGEST_BYTES = 4096

@@ -41,7 +41,7 @@ from launch.runtime.rank_environment import ATTEMPT
 from launch.supervision.liveness import HeartbeatMonitor
 from launch.supervision.run_progress import RunProgress, run_exit_code
 from launch.trainer.start.run_config import load_run_config
-from megalite.checkpoint.small_files import read_end
+from megalite.checkpoint.safe_files import read_end
 from megalite.config import Config
 from megalite.monitor.line_files import append_line
 from megalite.monitor.observer import Nonfatal

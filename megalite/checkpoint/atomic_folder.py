@@ -15,7 +15,7 @@ from pathlib import Path
 from megalite.checkpoint.durable_files import NO_ROOM, remove, room_at, sync, temporary_folder
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.huggingface.tokenizer_folder import MORE_TEMPLATES
-from megalite.checkpoint.small_files import SAFELY, make_folder, open_to_write, write_small_file
+from megalite.checkpoint.safe_files import SAFELY, make_folder, open_to_write, write_small_file
 
 LOCK = "conversion.lock"
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.manifest import FileEntry
-from megalite.checkpoint.small_files import SAFELY, check_small_file, open_new
+from megalite.checkpoint.safe_files import SAFELY, check_file_is_safe, open_new
 
 NO_ROOM = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the quota is used up"}
 
@@ -82,7 +82,7 @@ def remove_left_overs(folder: Path) -> None:
 def _remove_left_over(temporary: Path) -> None:
     """Removes a temporary file that no process writes, instead of writing into it: it may have a second name."""
     with suppress(OSError):
-        check_small_file(temporary)
+        check_file_is_safe(temporary)
         descriptor = os.open(temporary, os.O_RDONLY | SAFELY)
         try:
             if _is_locked_by_us(descriptor, temporary):

@@ -13,7 +13,7 @@ import threading
 import time
 from pathlib import Path
 
-from megalite.checkpoint.small_files import read_small_file
+from megalite.checkpoint.safe_files import read_small_file
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from megalite.checkpoint.durable_files import changed
 from megalite.checkpoint.errors import CheckpointError
-from megalite.checkpoint.huggingface.reader import HubReader
-from megalite.checkpoint.huggingface.weight_files import SafetensorsFile
+from megalite.checkpoint.huggingface.hub_reader import HubReader
+from megalite.checkpoint.huggingface.weight_file_reader import SafetensorsFile
 from megalite.checkpoint.manifest import (
     WEIGHT,
     Slices,

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megalite.checkpoint.small_files import read_small_file, write_small_file
+from megalite.checkpoint.safe_files import read_small_file, write_small_file
 
 log = logging.getLogger(__name__)
 LONGEST_BYTES = 1 << 13

@@ -20,7 +20,7 @@ from typing import IO, Any
 from pydantic_core import from_json
 
 from megalite.checkpoint.durable_files import sync
-from megalite.checkpoint.small_files import open_to_write
+from megalite.checkpoint.safe_files import open_to_write
 from megalite.units import plural
 
 LONGEST_LINE_BYTES = 1 << 20

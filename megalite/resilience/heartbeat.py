@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megalite.checkpoint.small_files import UnsafeFile, make_folder, open_to_write, read_small_file
+from megalite.checkpoint.safe_files import UnsafeFile, make_folder, open_to_write, read_small_file
 from megalite.monitor.observer import Nonfatal
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from megalite.checkpoint.small_files import make_folder, open_new, read_small_file
+from megalite.checkpoint.safe_files import make_folder, open_new, read_small_file
 from megalite.resilience.hang_report import NoResponse
 from megalite.resilience.heartbeat import FOLDER
 from megalite.resilience.rank_state import Number, StrictModel, Word

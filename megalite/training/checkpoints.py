@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from megalite.checkpoint.digests import newest_intact
 from megalite.checkpoint.engine_state import load_engine
+from megalite.checkpoint.intact_checkpoint import newest_intact
 from megalite.checkpoint.manifest import Manifest, step_folder, step_folders, step_of
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.remote.mirror import Mirror

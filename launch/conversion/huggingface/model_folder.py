@@ -24,8 +24,8 @@ from launch.conversion.huggingface.serial_model import global_shapes
 from launch.errors import LaunchError
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.huggingface.folder import HuggingFaceFolder
+from megalite.checkpoint.huggingface.hub_reader import HubReader
 from megalite.checkpoint.huggingface.json_files import CONFIG
-from megalite.checkpoint.huggingface.reader import HubReader
 from megalite.checkpoint.huggingface.tokenizer_folder import TOKENIZER, tokenizer_files
 from megalite.checkpoint.manifest import Slices
 from megalite.config import ModelConfig

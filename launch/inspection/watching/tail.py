@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
-from megalite.checkpoint.small_files import read_from
+from megalite.checkpoint.safe_files import read_from
 from megalite.monitor.line_files import LONGEST_LINE_BYTES
 
 MOST_BYTES = 4 << 20  # of one look; the next one goes on from there

@@ -150,7 +150,7 @@ def clear_exports(config: Config) -> None:
 
 def agree_on_start(config: Config, rank: Rank, data: RunData, activity: Activity, flags: StartFlags) -> Start:
     """Finds where the run starts, equal on all ranks; verifies the digests of the checkpoint's files. Collective."""
-    from megalite.checkpoint.digests import check_intact, newest_intact
+    from megalite.checkpoint.intact_checkpoint import check_intact, newest_intact
     from megalite.distributed.agreement import is_same_on_all_ranks
     from megalite.tracing.activity import Phase
 

@@ -22,7 +22,7 @@ from launch.runtime.checkout import git_state
 from launch.runtime.run_lock import LOCK, is_locked, lock_holder, take_lock
 from launch.trainer.start.flags import SHARED_RUN_DIR
 from megalite.checkpoint.durable_files import remove_left_overs, write_durably
-from megalite.checkpoint.small_files import UnsafeFile, check_own_folder, check_small_file, user_name
+from megalite.checkpoint.safe_files import UnsafeFile, check_file_is_safe, check_own_folder, user_name
 from megalite.config import Config, ResolvedLayout
 from megalite.config.loading.hidden_secrets import without_secrets
 from megalite.config.versions import installed_version, own_version
@@ -137,7 +137,7 @@ def _is_private_group(number: int) -> bool:
 def _check_files(run_dir: Path) -> None:
     """Checks that nothing is in the way of a run's small files, and that none of them leads elsewhere."""
     for name in FILES:
-        check_small_file(run_dir / name)
+        check_file_is_safe(run_dir / name)
     for name in OWN_FOLDERS:
         check_own_folder(run_dir / name)
 

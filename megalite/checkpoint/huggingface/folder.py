@@ -18,7 +18,7 @@ from torch import Tensor
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.huggingface.json_files import CONFIG, read_json
 from megalite.checkpoint.huggingface.safetensors_writer import DTYPES, Entry, into_files, write_safetensors
-from megalite.checkpoint.huggingface.weight_files import PickleFile, SafetensorsFile, Shape, WeightFile
+from megalite.checkpoint.huggingface.weight_file_reader import PickleFile, SafetensorsFile, Shape, WeightFile
 from megalite.checkpoint.manifest import Slices, printable
 
 GENERATION_CONFIG = "generation_config.json"

@@ -21,7 +21,7 @@ from typing import Any
 from pydantic import FiniteFloat, TypeAdapter, ValidationError
 
 from megalite.checkpoint.durable_files import write_durably
-from megalite.checkpoint.small_files import read_small_file
+from megalite.checkpoint.safe_files import read_small_file
 from megalite.monitor.events import EVENTS, read_events
 from megalite.monitor.goodput import CATEGORIES
 from megalite.monitor.prometheus.families import (

@@ -20,9 +20,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from megalite.checkpoint.durable_files import remove
-from megalite.checkpoint.small_files import (
+from megalite.checkpoint.safe_files import (
+    check_file_is_safe,
     check_own_folder,
-    check_small_file,
     make_folder,
     open_to_write,
     write_small_file,
@@ -85,7 +85,7 @@ class StepProfiler:
         if self._rank == 0:
             with self._nonfatal(REQUEST):
                 path = self._run_dir / REQUEST
-                check_small_file(path)
+                check_file_is_safe(path)
                 with suppress(FileNotFoundError):
                     path.unlink()  # where that fails, each step would be profiled
                     return True

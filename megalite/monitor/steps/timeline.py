@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, FiniteFloat, TypeAdapter, ValidationError
 
 from megalite.checkpoint.durable_files import remove
-from megalite.checkpoint.small_files import check_own_folder, make_folder, read_small_file, write_small_file
+from megalite.checkpoint.safe_files import check_own_folder, make_folder, read_small_file, write_small_file
 from megalite.tracing.activity import Note, Operation, Phase
 from megalite.tracing.tape import Collective
 

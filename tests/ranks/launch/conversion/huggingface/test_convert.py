@@ -32,7 +32,7 @@ from tests.helpers.hub_models import HUB_MODELS, HubModel
 from tests.helpers.rank_pool import run_ranks
 from tests.helpers.saving import forge
 from tests.helpers.single_rank import write_single
-from tests.unit.megalite.checkpoint.huggingface.test_weight_files import as_pickles
+from tests.unit.megalite.checkpoint.huggingface.test_weight_file_reader import as_pickles
 
 MODELS = {model.name: model for model in HUB_MODELS}
 LLAMA, TIED = MODELS["llama"], MODELS["llama-tied"]

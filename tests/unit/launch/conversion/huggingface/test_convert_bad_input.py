@@ -17,7 +17,7 @@ from launch.conversion.huggingface.importing import import_hugging_face, plan_im
 from launch.errors import USER_ERRORS
 from tests.helpers.hub_models import HUB_MODELS
 from tests.helpers.saving import forge
-from tests.unit.megalite.checkpoint.huggingface.test_weight_files import Malicious, as_pickles
+from tests.unit.megalite.checkpoint.huggingface.test_weight_file_reader import Malicious, as_pickles
 
 LLAMA = HUB_MODELS[0]
 

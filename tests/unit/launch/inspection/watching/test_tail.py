@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from launch.inspection.watching import tail
 from launch.inspection.watching.tail import Added, Cursor
 from megalite.checkpoint.durable_files import write_durably
-from megalite.checkpoint.small_files import UnsafeFile
+from megalite.checkpoint.safe_files import UnsafeFile
 
 
 def test_each_line_comes_once_and_half_a_line_when_it_is_whole(tmp_path: Path) -> None:

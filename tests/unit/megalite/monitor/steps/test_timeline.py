@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megalite.checkpoint.small_files import UnsafeFile
+from megalite.checkpoint.safe_files import UnsafeFile
 from megalite.monitor.steps.timeline import (
     Owner,
     RankTimeline,

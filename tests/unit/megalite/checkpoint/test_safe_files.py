@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megalite.checkpoint.durable_files import write_durably
-from megalite.checkpoint.small_files import (
+from megalite.checkpoint.safe_files import (
     UnsafeFile,
     forbid_writing_by_all,
     make_folder,

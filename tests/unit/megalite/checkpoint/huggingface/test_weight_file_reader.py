@@ -16,7 +16,7 @@ import torch
 
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.huggingface.folder import HuggingFaceFolder
-from megalite.checkpoint.huggingface.weight_files import PickleFile, SafetensorsFile
+from megalite.checkpoint.huggingface.weight_file_reader import PickleFile, SafetensorsFile
 from tests.helpers.hub_models import HUB_MODELS
 
 LLAMA = HUB_MODELS[0]
@@ -110,9 +110,9 @@ def test_what_follows_is_asked_of_the_disk_ahead_and_each_byte_once(
     """Rows that are read in order; columns and single rows ask for nothing more than there is."""
     from safetensors.torch import save_file
 
-    from megalite.checkpoint.huggingface import weight_files
+    from megalite.checkpoint.huggingface import weight_file_reader
 
-    monkeypatch.setattr(weight_files, "AHEAD_BYTES", 4096)
+    monkeypatch.setattr(weight_file_reader, "AHEAD_BYTES", 4096)
     asked: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "posix_fadvise", lambda fd, offset, size, advice: asked.append((offset, size)))
     numbers = torch.randn(100, 256)

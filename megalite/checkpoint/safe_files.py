@@ -1,4 +1,4 @@
-"""Small files of a run: opened without following links, without waiting, and never where a stranger has put them.
+"""Opens, reads and writes files of a run safely where strangers may write too: follows no link, waits for no pipe.
 
 Others may be able to write into the folder of a run: a group that shares it, or whoever owns it. A file is accepted if
 it is a regular file that belongs to this user, to root, or to the owner of its folder, who could replace it anyway; in
@@ -145,7 +145,7 @@ def make_folder(path: Path, *, private: bool = False) -> None:
             _narrow(Path(f"/proc/self/fd/{folder.descriptor}"), state, mode, private=private)
 
 
-def check_small_file(path: Path) -> None:
+def check_file_is_safe(path: Path) -> None:
     """Raises UnsafeFile if what is under a name now is nothing that `open_to_write` would open."""
     with _opened(path.parent) as folder:
         if (state := _check_kind(path, folder)) is not None:

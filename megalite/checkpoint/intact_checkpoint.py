@@ -1,4 +1,4 @@
-"""Chooses a checkpoint on all ranks at once: rank 0 names candidates, each rank checks its share of the files."""
+"""Finds the newest intact checkpoint on all ranks at once: each compares the digests of its share of the files."""
 
 from __future__ import annotations
 

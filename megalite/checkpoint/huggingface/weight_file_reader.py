@@ -1,4 +1,4 @@
-"""Opens the weight files of a Hugging Face folder for reading: safetensors, and the pickles of older models.
+"""Reads single weight files of a Hugging Face folder: safetensors, and the pickles of older models.
 
 In: a path. Out: names, shapes and dtypes of what it holds, and any slice of it as a view of the mapped file. A file is
 refused with a CheckpointError, one sentence; a pickle runs no code.
