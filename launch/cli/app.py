@@ -1,4 +1,4 @@
-"""The `megalite` command.
+"""The `megalite` command: all its commands, and how any of them ends.
 
 Every command has a `--help` with an example, prints one sentence on stderr for a user error, and has `--json` where a
 program reads its result. Exit codes: 0 (done), 1 (verify found a difference), 2 (user error), 3 (a guard stopped the
@@ -11,8 +11,7 @@ import errno
 import os
 import re
 import sys
-from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from pydantic import ValidationError
@@ -27,19 +26,6 @@ from launch.cli.doctor import doctor
 from launch.cli.inference import evaluate, generate
 from launch.cli.kubernetes import k8s
 from launch.cli.launch import launch
-from launch.cli.options import (
-    AllowChange,
-    AsJson,
-    ConfigPath,
-    FirstWait,
-    Force,
-    Grace,
-    LongestWait,
-    Overrides,
-    Restarts,
-    SharedRunDir,
-    Silence,
-)
 from launch.cli.place import place
 from launch.cli.plan import plan_app
 from launch.cli.prepare import prepare
@@ -49,24 +35,14 @@ from launch.cli.runs import ls, status
 from launch.cli.series import bench, scaling
 from launch.cli.slurm import slurm
 from launch.cli.trace import trace
+from launch.cli.train import supervise, train
 from launch.cli.verbosity import CommandsWithVerbosity
+from launch.cli.verify import verify
 from launch.cli.version import show_version
 from launch.cli.watch import watch
-from launch.errors import (
-    FAILED_CODE,
-    INTERRUPTED_CODE,
-    USER_ERROR_CODE,
-    USER_ERRORS,
-    VERIFY_FAILED_CODE,
-    LaunchError,
-    sentences_of,
-)
-from launch.output import TRAIN_WORD_S, console, print_json, progress_lines
+from launch.errors import FAILED_CODE, INTERRUPTED_CODE, USER_ERROR_CODE, USER_ERRORS, LaunchError, sentences_of
 from launch.runtime.logs import get_logger
-from launch.runtime.modules import COMMAND_LINE, python_command
-from launch.runtime.printing import print_exception, say
-from launch.trainer.start.flags import StartFlags
-from launch.trainer.start.run_config import load_run_config
+from launch.runtime.printing import print_exception
 from megalite.checkpoint.durable_files import NO_ROOM
 from megalite.checkpoint.safe_files import forbid_writing_by_all
 from megalite.config import Config
@@ -116,9 +92,11 @@ app.add_typer(plan_app, name="plan")
 app.command("import")(import_)
 for command in (
     *(export, generate, evaluate, k8s, launch, doctor, slurm, place, prepare, ray, status, ls, trace, report, watch),
-    *(compare, bench, scaling),
+    *(compare, bench, scaling, train),
 ):
     app.command()(command)
+app.command(context_settings={"allow_interspersed_args": False})(supervise)  # what follows is another command's
+app.command()(verify)
 
 
 @app.callback()
@@ -139,156 +117,6 @@ def options_of_all_commands(
 
     - `megalite verify configs/quickstart.yaml --layouts "tp=2;pp=2,accumulation=4"`
     """
-
-
-@app.command()
-def train(
-    config_path: ConfigPath,
-    overrides: Overrides = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Make every check and print a summary of the run; start nothing.")
-    ] = False,
-    full: Annotated[bool, typer.Option("--full", help="With --dry-run: also print the whole config.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result of --dry-run as JSON.")] = False,
-    force: Force = False,
-    allow_change: AllowChange = False,
-    shared_run_dir: SharedRunDir = False,
-    restart: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Restart a failed run, up to N times; see supervise.")
-    ] = 0,
-) -> None:
-    """Train a model; resume from the newest checkpoint in the run folder if there is one.
-
-    Starts tensor x pipeline x data ranks on this machine; under `deepspeed`, `torchrun`, `srun` or `mpirun`
-    it is one of them. Ctrl-C and SIGTERM finish the step and save; a second one ends the run at once.
-
-    Example: `megalite train configs/quickstart.yaml parallel.tensor_parallel_size=1 training.steps=20`
-    """
-    from launch.runtime.rank_environment import is_rank
-
-    with progress_lines("loading what training needs", first_s=TRAIN_WORD_S):
-        from launch.trainer.local_run import ending_on_signals, print_dry_run, start_local_run
-        from megalite.resilience.signals import take_signals
-
-    flags = StartFlags(force, allow_change, shared_run_dir)
-    arguments = [str(config_path), *(overrides or [])]
-    if dry_run:
-        print_dry_run(load_run_config(config_path, overrides or []), flags, full=full, as_json=as_json)
-    elif as_json:
-        raise LaunchError("--json belongs to --dry-run: a run's results are in metrics.jsonl and receipt.json")
-    elif full:
-        raise LaunchError("--full belongs to --dry-run: a run writes its whole config to config.yaml in its run_dir")
-    elif is_rank():
-        take_signals()  # before the imports of a rank, which take a while
-        from launch.train import main as rank_main
-
-        if restart:
-            raise LaunchError("--restart is not for one rank of a run: put `megalite supervise --` before its launcher")
-        raise typer.Exit(rank_main([*arguments, *flags.words]))
-    elif restart:
-        from launch.supervision.supervisor import Policy, supervise_run
-
-        command = python_command(COMMAND_LINE, "train", *arguments, *flags.words)
-        with ending_on_signals():
-            raise typer.Exit(supervise_run(command, Policy(restarts=restart)))
-    else:
-        with ending_on_signals():
-            raise typer.Exit(start_local_run(load_run_config(config_path, overrides or []), arguments, flags))
-
-
-@app.command(context_settings={"allow_interspersed_args": False})
-def supervise(
-    command: Annotated[
-        list[str], typer.Argument(help="Command that starts the run, with its config.", metavar="COMMAND")
-    ],
-    restarts: Restarts = 5,
-    first_wait: FirstWait = 1.0,
-    longest_wait: LongestWait = 300.0,
-    grace: Grace = 120.0,
-    run_dir: Annotated[
-        Path | None, typer.Option(help="Run folder; default: that of the config named in COMMAND.")
-    ] = None,
-    silence: Silence = 60.0,
-) -> None:
-    """Run COMMAND and restart it when it fails; the run resumes from its newest complete checkpoint.
-
-    Does not restart after exit codes 0, 2 (user error), 3 (a guard), 75 (stopped on request) and 130 (Ctrl-C), nor
-    when the run fails twice at the same step. Ctrl-C, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 are forwarded to the ranks,
-    which save and exit; a second Ctrl-C, SIGTERM or SIGHUP ends all processes immediately. No process that COMMAND
-    starts outlives it.
-
-    Example: `megalite supervise --restarts 20 -- torchrun --nproc-per-node 8 -m launch.train configs/quickstart.yaml`
-    """
-    from launch.supervision.supervisor import Policy, supervise_run
-
-    policy = Policy(restarts, first_wait, longest_wait, grace, silence)
-    raise typer.Exit(supervise_run(command, policy, run_dir))
-
-
-@app.command()
-def verify(
-    config_path: ConfigPath,
-    overrides: Overrides = None,
-    layouts: Annotated[
-        str, typer.Option(help='"auto", or layouts such as "tp=2,pp=2,accumulation=3;dp=2,zero=3".')
-    ] = "auto",
-    reference: Annotated[
-        Literal["transformers", "self"], typer.Option(help="Reference: transformers, or our own serial model (self).")
-    ] = "transformers",
-    steps: Annotated[int, typer.Option(min=1, help="Steps of each short training run.")] = 3,
-    full: Annotated[bool, typer.Option("--full", help="Do not shrink a large model.")] = False,
-    deep: Annotated[
-        bool,
-        typer.Option("--deep", help="The config's own layout, with all micro-batches, stages of the run and sources."),
-    ] = False,
-    seed: Annotated[int | None, typer.Option(min=0, help="Seed of weights and batches; default: a random one.")] = None,
-    timeout: Annotated[
-        float, typer.Option(min=1, help="Seconds after which a layout counts as hung; compiled, 300 more.")
-    ] = 120.0,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be run; start nothing.")] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Verify that every layout computes what `transformers` computes in one process, and diagnose those that do not.
-
-    Compares losses, logits, every gradient, weight and moment, clipping and evaluation on this machine's ranks. Exit
-    code 0 only if all layouts pass, 1 if one fails. The keys of a layout: tp, pp, dp, zero, sequence_parallel,
-    recompute, accumulation, schedule and chunks (of a pipeline), compile.
-
-    Example: `megalite verify configs/quickstart.yaml --layouts "tp=2,pp=2,accumulation=4,schedule=zb-v;dp=2,zero=3"`
-    """
-    from launch.parity import report as reports
-    from launch.parity.verify import make_plan
-    from launch.parity.verify import verify as run
-
-    plan = make_plan(
-        load_run_config(config_path, overrides or []),
-        layouts=layouts,
-        reference=reference,
-        steps=steps,
-        full=full,
-        seed=seed,
-        timeout_s=timeout,
-        deep=deep,
-    )
-    log_line = console(stderr=True).print
-    log_line(reports.introduction(plan))
-    if dry_run:
-        log_line(f"dry run: {'; '.join(map(str, plan.layouts))}; nothing was started")
-        if as_json:
-            print_json(reports.plan_as_json(plan))
-        return
-    try:
-        report = run(plan)
-    except KeyboardInterrupt:
-        log.warning("interrupted; no result")
-        raise typer.Exit(INTERRUPTED_CODE) from None
-    if as_json:
-        print_json(reports.as_json(report))
-    else:
-        reports.table(report).print()
-        say("\n".join(reports.conclusion(report)))
-    if not report.passed:
-        raise typer.Exit(VERIFY_FAILED_CODE)
 
 
 def _in_our_words(error: TyperException) -> str | None:
