@@ -1,6 +1,6 @@
 """Part files: the encoded units of a `prepare`, which `OUTPUT.parts/` keeps until it is finished.
 
-journal.json          the digest of the job the parts belong to; parts of other jobs are deleted
+journal.json          the digest of the parts (plan.py), under an older name; those of other jobs are deleted
 documents.json        how many documents each unit holds, if their numbers decide what is written (fill-in-the-middle)
 part-000042.bin       the token ids of unit 42, as they go into OUTPUT.bin
 part-000042.loss.bin  of conversations, their bytes of OUTPUT.loss.bin
@@ -146,8 +146,8 @@ class PartWriter:
 class PartStore:
     """The part files of one job."""
 
-    def __init__(self, output: Path, job_sha256: str) -> None:
-        self.output, self.folder, self.job_sha256 = output, with_ending(output, ".parts"), job_sha256
+    def __init__(self, output: Path, parts_sha256: str) -> None:
+        self.output, self.folder, self.sha256 = output, with_ending(output, ".parts"), parts_sha256
         self.journal = self.folder / "journal.json"  # there once a run of this or another job has begun, until its end
         self._workers, self._counts = self.folder / "workers", self.folder / "documents.json"
 
@@ -190,7 +190,7 @@ class PartStore:
         if not is_ours:
             for file in (self._counts, *foreign, *self.folder.glob("part-*.bin")):  # what completes a part goes first
                 file.unlink(missing_ok=True)
-        write_atomically(self.journal, json.dumps({"job_sha256": self.job_sha256}).encode())
+        write_atomically(self.journal, json.dumps({"job_sha256": self.sha256}).encode())
         return len(foreign)
 
     def _wait_for_workers(self) -> None:
@@ -282,7 +282,7 @@ class PartStore:
         if not self.journal.is_file():  # a pipe would be waited for
             return False
         try:
-            return bool(json.loads(self.journal.read_bytes())["job_sha256"] == self.job_sha256)
+            return bool(json.loads(self.journal.read_bytes())["job_sha256"] == self.sha256)
         except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
             return False
 

@@ -1,14 +1,14 @@
 """The plan of a `prepare`, fixed before it starts: sources, options, tokenizer, how the text is cut into units.
 
-The digest of a plan covers everything that determines the bytes of its output; equal digests mean equal output. What is
-done with bad rows is not in it: either way the others give the same bytes, so a run that met one goes on without it.
-The other way round, parts that lack rows are encoded again.
+A plan has two digests. `job_sha256` covers all that determines the bytes of the output: if the output that is there
+has it, nothing is to be done. `parts_sha256` also covers which text is in which unit: if the parts of an unfinished run
+have it, they are kept. What is done with bad rows is in neither, since the others give the same bytes either way: a run
+that met one goes on without it. The other way round, parts that lack rows are encoded again.
 """
 
 import hashlib
 import json
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property, lru_cache, partial
 from importlib.metadata import distributions
@@ -17,8 +17,7 @@ from typing import Any
 
 from data_pipeline.chat.encoder import ChatEncoder, chat_encoder
 from data_pipeline.chat.turns import TrainOn
-from data_pipeline.document import BadRows
-from data_pipeline.encoding.cutting import CUT_PLACES, CutPlace, cut_document, safe_places
+from data_pipeline.encoding.cutting import CUT_PLACES, CutPlace, safe_places
 from data_pipeline.encoding.encoders import (
     EncoderName,
     LoadedTokenizer,
@@ -37,11 +36,10 @@ from data_pipeline.storage.meta import WRITER_VERSION
 from data_pipeline.tokenizers.reading import TokenizerFile, inspect_tokenizer, with_limits
 from data_pipeline.tokenizers.training import TrainedTokenizer
 
-_LONG_WORD = re.compile(r"(?<![^\W\d_])[^\W\d_]{20000,}")  # letters alone: a tokenizer cuts words at everything else
 _SMALLEST_UNIT, _LARGEST_UNIT = 1 << 18, 1 << 24  # bytes of text
 _UNITS_PER_JOB = 1024  # aimed at, between the two limits
 _UNIT_OF_UNKNOWN_SIZE = 1 << 22
-_UNITS = 4  # raise it when the same plan would cut other units: the parts of an unfinished run no longer fit
+_UNITS_VERSION = 4  # raise it when the same plan would cut other units: parts of an unfinished run no longer fit
 
 
 @dataclass(frozen=True)
@@ -79,18 +77,11 @@ class PreparationPlan:
     encoder: TextEncoder | ChatEncoder
     places: tuple[CutPlace, ...]  # at which long documents are cut
     unit_bytes: int  # about, of text
-    text_sha256: str  # of the job but for the rows that are too long
+    job_sha256: str
 
     @property
     def tokenizer(self) -> TokenizerFile:
         return self.encoder.tokenizer
-
-    @cached_property
-    def sha256(self) -> str:
-        """Digest of the job."""
-        if self.options.longest_row == LONGEST_ROW:
-            return self.text_sha256
-        return hashlib.sha256(f"{self.text_sha256} {self.options.longest_row}".encode()).hexdigest()
 
     @cached_property
     def units(self) -> list[WorkUnit]:
@@ -99,22 +90,20 @@ class PreparationPlan:
 
     @cached_property
     def parts_sha256(self) -> str:
-        """Digest of the job and of how its text is cut into units."""
-        # text files do without it
-        reader = next((found.version for found in distributions(name="datasets")), "none")
-        return hashlib.sha256(f"{self.sha256} {_UNITS} {reader}".encode()).hexdigest()
+        reader = next((found.version for found in distributions(name="datasets")), "none")  # text files do without it
+        return hashlib.sha256(f"{self.job_sha256} {_UNITS_VERSION} {reader}".encode()).hexdigest()
 
 
 def plan_job(specs: list[str], tokenizer: Path | TrainedTokenizer, options: PrepareOptions) -> PreparationPlan:
     """Opens sources and tokenizer. Raises DataError if one is missing or lacks what the options ask for."""
     sources = open_sources(specs, None if options.train_on else options.text_field, options.longest_row)
     encoder, places = _encoder(tokenizer, options)
-    source_bytes = _known_bytes(sources)
+    source_bytes = known_bytes(sources)
     unit = _UNIT_OF_UNKNOWN_SIZE
     if source_bytes is not None:
         unit = min(max(source_bytes // _UNITS_PER_JOB, _SMALLEST_UNIT), _LARGEST_UNIT)
-    digest = _digest(sources, encoder, places, options, unit)
-    return PreparationPlan(list(specs), sources, source_bytes, options, encoder, places, unit, digest)
+    job_sha256 = _job_digest(sources, encoder, places, options, unit)
+    return PreparationPlan(list(specs), sources, source_bytes, options, encoder, places, unit, job_sha256)
 
 
 def _encoder(
@@ -176,7 +165,7 @@ def _check_merges(file: TokenizerFile, loaded: LoadedTokenizer) -> None:
         )
 
 
-def _digest(
+def _job_digest(
     sources: Sequence[Source],
     encoder: TextEncoder | ChatEncoder,
     places: tuple[CutPlace, ...],
@@ -201,36 +190,13 @@ def _digest(
         identity["special_tokens"] = options.special_tokens
     if options.fill_in_the_middle:
         identity["fill_in_the_middle"] = options.fill_in_the_middle
-    return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+    if options.longest_row == LONGEST_ROW:
+        return digest
+    return hashlib.sha256(f"{digest} {options.longest_row}".encode()).hexdigest()
 
 
-def training_text(
-    specs: list[str], options: PrepareOptions, notice: Callable[[str], None]
-) -> tuple[Iterator[str], int | None]:
-    """Opens the sources, and returns their text, for the training of a tokenizer, and its size in bytes if known.
-
-    `notice` is told of the first word that makes the training very slow.
-    """
-    sources = open_sources(specs, options.text_field, options.longest_row)
-    return _pieces_for_training(sources, BadRows(options.skip_bad_rows), notice), _known_bytes(sources)
-
-
-def _pieces_for_training(
-    sources: Sequence[Source], on_bad_row: BadRows, notice: Callable[[str], None]
-) -> Iterator[str]:
-    is_told = False
-    for document in (document for source in sources for document in source.documents(on_bad_row)):
-        for piece in cut_document(document, 0, CUT_PLACES, on_bad_row):
-            if not is_told and (word := _LONG_WORD.search(piece.text)):
-                is_told = True
-                notice(
-                    f"{document.where} holds a word of {len(word[0]):,} letters without a space, and the time to train "
-                    "a tokenizer grows with the square of a word's length: break such words, or leave the document out"
-                )
-            yield piece.text
-
-
-def _known_bytes(sources: Sequence[Source]) -> int | None:
+def known_bytes(sources: Sequence[Source]) -> int | None:
     """Returns the bytes of all sources; None if one has a size that is not known before it is read."""
     sizes = [source.size_bytes for source in sources]
     known = [size for size in sizes if size is not None]

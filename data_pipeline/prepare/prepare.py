@@ -3,8 +3,8 @@
 All sources are cut into units by a fixed rule (units.py); worker processes read units and encode them into part files
 (workers.py, parts.py), which are joined in order (joining.py). After a kill at any moment, a rerun of the same job does
 not read the finished units, and writes the same bytes. A job that is already done is recognised and costs nothing; the
-output of another job is replaced only if that is asked for (replaceable.py). Memory: a piece of text per worker, and 4
-bytes per document.
+output of another job is replaced only if that is asked for (overwrite_check.py). Memory: a piece of text per worker,
+and 4 bytes per document.
 """
 
 import errno
@@ -24,9 +24,9 @@ from data_pipeline.encoding.encoders import TextEncoder
 from data_pipeline.errors import DataError
 from data_pipeline.prepare.encoder_check import fast_encoder
 from data_pipeline.prepare.joining import join_parts
+from data_pipeline.prepare.overwrite_check import check_replaceable
 from data_pipeline.prepare.parts import PartStore
 from data_pipeline.prepare.plan import USUAL_OPTIONS, PreparationPlan, PrepareOptions, plan_job
-from data_pipeline.prepare.replaceable import check_replaceable
 from data_pipeline.prepare.units import undivided_files
 from data_pipeline.prepare.workers import TaskDone, UnitTask, UnitWork, units_done
 from data_pipeline.sources.folders import repeated_files
@@ -215,7 +215,7 @@ def _finished(output: Path, job: PreparationPlan) -> CorpusMeta | None:
     """Returns the metadata of a complete output of this job, or None; one without bad rows is that of any choice."""
     try:
         meta = read_meta(output)
-        if meta is None or meta.job_sha256 != job.sha256 or (meta.skipped_rows and not job.options.skip_bad_rows):
+        if meta is None or meta.job_sha256 != job.job_sha256 or (meta.skipped_rows and not job.options.skip_bad_rows):
             return None
         tokens = IndexedTokens(output)
         tokens.check()
@@ -332,7 +332,7 @@ def _merge(job: PreparationPlan, store: PartStore, reporter: _Reporter) -> tuple
         sha256=joined.bin_sha256,
         idx_sha256=joined.idx_sha256,
         sources=job.specs,
-        job_sha256=job.sha256,
+        job_sha256=job.job_sha256,
         text_field=job.options.text_field,
         append_eos=job.options.append_eos,
         loss_sha256=joined.loss_sha256,

@@ -123,9 +123,10 @@ def prepare(
         with spinner("reading the sources", is_shown=not as_json, first_s=FIRST_WORD_S) as describe:
             # imports take seconds, too
             from data_pipeline.document import BadRows
-            from data_pipeline.prepare.plan import PrepareOptions, plan_job, training_text
+            from data_pipeline.prepare.overwrite_check import check_vocabulary
+            from data_pipeline.prepare.plan import PrepareOptions, plan_job
             from data_pipeline.prepare.prepare import prepare as prepare_data
-            from data_pipeline.prepare.replaceable import check_vocabulary
+            from data_pipeline.prepare.tokenizer_text import training_text
             from data_pipeline.storage.paths import output_prefix
             from data_pipeline.tokenizers.training import TrainedTokenizer, trained_tokenizer
 

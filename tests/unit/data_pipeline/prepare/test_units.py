@@ -15,7 +15,7 @@ from data_pipeline.document import refuse_bad_row
 from data_pipeline.encoding.cutting import CUT_PLACES, cut_document
 from data_pipeline.errors import DataError
 from data_pipeline.prepare.parts import PartStore
-from data_pipeline.prepare.plan import PrepareOptions, plan_job, training_text
+from data_pipeline.prepare.plan import PrepareOptions, plan_job
 from data_pipeline.prepare.prepare import PrepareProgress, prepare
 from data_pipeline.prepare.units import unit_pieces, work_units
 from data_pipeline.prepare.workers import UnitTask, UnitWork
@@ -330,15 +330,3 @@ def test_damaged_tokens_of_a_part_are_named(damage: str, tokenizer_folder: Path,
         prepare([str(tmp_path / "a.txt")], tmp_path / "out", tokenizer_folder, workers=1, progress=hurt)
     (tmp_path / "out.parts" / "part-000000.npz").unlink()
     assert prepare([str(tmp_path / "a.txt")], tmp_path / "out", tokenizer_folder, workers=1).document_count == 1
-
-
-def test_a_word_that_makes_training_a_tokenizer_slow_is_named_once(tmp_path: Path) -> None:
-    """Proteins of 200,000 letters were trained on for ever, without a word on the cause."""
-    rows = ["a b " * 20_000, "abc," * 20_000, "ABCD" * 50_000, "DCBA" * 50_000]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in rows))
-    told: list[str] = []
-    pieces, _ = training_text([str(path)], PrepareOptions(), told.append)
-    assert "".join(pieces) == "".join(rows)
-    (message,) = told
-    assert message.startswith(f"{path}, line 3 holds a word of 200,000 letters without a space")

@@ -27,7 +27,7 @@ def check_replaceable(output: Path, job: PreparationPlan, overwrite: bool) -> No
         if path.exists() and not ours:
             raise DataError(f"{path} exists and was not written by prepare: choose another output, or move it away")
     former = None if overwrite else _former(output)
-    if former is not None and former.job_sha256 != job.sha256:
+    if former is not None and former.job_sha256 != job.job_sha256:
         raise DataError(f"{_there(output, former)}; asked is {_asked(former, job)}: {_INSTEAD}")
 
 
