@@ -48,7 +48,7 @@ from megalite.checkpoint.safe_files import forbid_writing_by_all
 from megalite.config import Config
 from megalite.config.errors import expectation, must_be
 from megalite.config.foreign_words import answer, rows_of
-from megalite.config.loading.hidden_secrets import without_secrets
+from megalite.config.loading.secrets_in_text import without_secrets
 from megalite.config.suggestions import dotted, option_paths
 
 log = get_logger(__name__)

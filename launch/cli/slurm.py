@@ -20,7 +20,7 @@ from launch.runtime.logs import get_logger
 from launch.trainer.start.flags import SHARED_RUN_DIR, StartFlags
 from launch.trainer.start.run_folder import check_run_place, make_run_folder
 from megalite.config import Config
-from megalite.config.loading.secrets import secret_in
+from megalite.config.loading.secrets_in_text import secret_in
 from megalite.config.versions import own_version
 
 log = get_logger(__name__)

@@ -22,7 +22,7 @@ from launch.inspection.files import number
 from launch.inspection.history import Column, RunHistory
 from megalite.checkpoint.manifest import printable
 from megalite.config import Config
-from megalite.config.loading.hidden_secrets import without_secrets
+from megalite.config.loading.secrets_in_text import without_secrets
 from megalite.units import plural
 
 TOLERANCE = {"fp32": 2e-3, "fp16": 1e-2, "bf16": 1e-2}

@@ -15,7 +15,7 @@ from launch.errors import LaunchError
 from launch.inspection.files import EVENTS_BYTES, Facts, time_of
 from launch.inspection.timelines import read_kept_step
 from launch.output import check_writable, write_file
-from megalite.config.loading.hidden_secrets import without_secrets
+from megalite.config.loading.secrets_in_text import without_secrets
 from megalite.monitor.events import EVENTS, read_events
 from megalite.monitor.steps.alignment import on_last_clock
 from megalite.monitor.steps.chrome_trace import ChromeTrace, chrome_trace

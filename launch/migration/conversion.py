@@ -20,9 +20,8 @@ from megalite.config.deepspeed import problems_with_keys
 from megalite.config.documentation.starter import starting_value
 from megalite.config.errors import problems_of, shown
 from megalite.config.foreign_words import Kind, WordRow, normal_form, stack
-from megalite.config.loading.hidden_secrets import without_secrets
-from megalite.config.loading.secret_options import secrets_among
-from megalite.config.loading.secrets import names_secret
+from megalite.config.loading.secrets_in_config import secrets_among
+from megalite.config.loading.secrets_in_text import names_secret, without_secrets
 from megalite.config.model import ModelConfig
 from megalite.config.rules.rules import broken_rules
 from megalite.config.suggestions import OptionPath, dotted, option_paths

@@ -16,7 +16,7 @@ from launch.runtime.import_path import PYTHON_PATH, SAFE_PATH, import_variables
 from launch.runtime.processes import TREES
 from launch.runtime.rank_environment import ATTEMPT, LOCAL_SIZES, VARIABLES
 from launch.runtime.shown_variables import AT_START, SHOWN
-from megalite.config.loading.secrets import names_secret, secret_in
+from megalite.config.loading.secrets_in_text import names_secret, secret_in
 
 USER_IN_ADDRESS = re.compile(r"://[^/]*@")  # of some services a user's name is a token
 

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
-from megalite.config.loading.hidden_secrets import without_secrets
+from megalite.config.loading.secrets_in_text import without_secrets
 from megalite.monitor.line_files import LineFile, stream_lines
 
 EVENTS = "events.jsonl"

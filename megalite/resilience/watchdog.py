@@ -40,7 +40,7 @@ from pydantic import Field
 
 from megalite.checkpoint.manifest import printable
 from megalite.checkpoint.safe_files import make_folder, read_small_file, write_small_file
-from megalite.config.loading.hidden_secrets import without_secrets
+from megalite.config.loading.secrets_in_text import without_secrets
 from megalite.config.sections import WatchdogConfig
 from megalite.distributed.agreement import from_rank_0
 from megalite.resilience.hang_report import explain

@@ -18,7 +18,7 @@ from launch.conversion.huggingface.hub_folder import is_hub_id
 from launch.errors import LaunchError
 from launch.runtime.forwarded_environment import is_secret
 from megalite.config import Config
-from megalite.config.loading.secrets import secret_in
+from megalite.config.loading.secrets_in_text import secret_in
 
 LONGEST_LABEL = 63
 LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"  # RFC 1123

@@ -11,7 +11,7 @@ from launch.inspection.page.findings import RunFindings, not_negative
 from launch.inspection.why import advice
 from launch.prediction.prediction import format_error, format_rough_error
 from megalite.checkpoint.manifest import printable
-from megalite.config.loading.hidden_secrets import without_secrets
+from megalite.config.loading.secrets_in_text import without_secrets
 from megalite.monitor.steps.parts import PARTS, communication_share
 from megalite.monitor.steps.predicted_parts import beside_prediction
 from megalite.monitor.steps.slow_ranks import IN_A_ROW, WINDOW

@@ -17,8 +17,7 @@ from launch.inspection.report import ACCOUNT
 from launch.pages.sections import PageSection, number_table
 from launch.pages.svg import element
 from megalite.checkpoint.manifest import printable
-from megalite.config.loading.hidden_secrets import without_secrets
-from megalite.config.loading.secrets import names_secret
+from megalite.config.loading.secrets_in_text import names_secret, without_secrets
 from megalite.units import percent, seconds, short
 
 MOST_EVENTS = 50

@@ -24,7 +24,7 @@ from launch.trainer.start.flags import SHARED_RUN_DIR
 from megalite.checkpoint.durable_files import remove_left_overs, write_durably
 from megalite.checkpoint.safe_files import UnsafeFile, check_file_is_safe, check_own_folder, user_name
 from megalite.config import Config, ResolvedLayout
-from megalite.config.loading.hidden_secrets import without_secrets
+from megalite.config.loading.secrets_in_text import without_secrets
 from megalite.config.versions import installed_version, own_version
 from megalite.monitor.events import EVENTS
 from megalite.resilience.heartbeat import FOLDER as HEARTBEATS

@@ -7,7 +7,7 @@ from typing import Any
 
 from megalite.checkpoint.errors import StorageError
 from megalite.checkpoint.manifest import printable
-from megalite.config.loading.hidden_secrets import without_secrets
+from megalite.config.loading.secrets_in_text import without_secrets
 
 # in the names of classes: which of these packages are installed is not known here
 NO_CREDENTIALS = re.compile("Credentials|CredentialRetrieval|ProfileNotFound|SSOToken|TokenRetrieval|RefreshError")

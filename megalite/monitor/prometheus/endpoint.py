@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megalite.checkpoint.durable_files import write_durably
-from megalite.config.loading.hidden_secrets import without_secrets
+from megalite.config.loading.secrets_in_text import without_secrets
 from megalite.config.sections import PrometheusConfig
 from megalite.monitor.prometheus.metrics_server import MetricsServer
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megalite.config.loading.secrets import names_secret, secret_in
+from megalite.config.loading.secrets_in_text import names_secret, secret_in
 
 SECRETS = {
     "hf_" + "aB3" * 11: "a Hugging Face token",

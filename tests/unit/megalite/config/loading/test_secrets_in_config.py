@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 
 from megalite.checkpoint.remote.errors import scrubbed
 from megalite.config import Config, ConfigError, load_config
-from megalite.config.loading.hidden_secrets import without_secrets
 from megalite.config.loading.load import stated_values
-from megalite.config.loading.secret_options import secret_in_option, secret_in_override, secrets_among
-from megalite.config.loading.secrets import names_secret
+from megalite.config.loading.secrets_in_config import secret_in_option, secret_in_override, secrets_among
+from megalite.config.loading.secrets_in_text import names_secret, without_secrets
 from megalite.config.suggestions import OptionPath, dotted, option_paths
-from tests.unit.megalite.config.loading.test_secrets import ORDINARY, SECRETS
+from tests.unit.megalite.config.loading.test_secrets_in_text import ORDINARY, SECRETS
 
 CANARY = "c4naryC4naryC4naryC4nary"
 TEXTS = {  # each holds the canary, or words of it where the form has no room for it

@@ -1,4 +1,4 @@
-"""Recognises secrets in texts that others will read: values of options and of variables, and names of variables.
+"""Recognises secrets in texts that others will read, by their forms or by the names of variables, and hides them.
 
 A doubt counts as a secret, except where ordinary paths, addresses of hosts or names of models would be taken for one.
 Texts of strangers are searched too: each pattern takes time linear in the length of a text, so that what could begin at
@@ -8,6 +8,7 @@ every character and run to the end has a longest length.
 from __future__ import annotations
 
 import re
+from typing import Any
 
 NAME = re.compile(
     r"(?:KEY|TOKEN|SECRET|PASS|PASSWD|PASSWORD|PASSPHRASE|PWD|CREDENTIAL|AUTH|AUTHORIZATION|BEARER|COOKIE|SESSION|WEBHOOK"
@@ -42,6 +43,9 @@ KINDS = {  # what a text seems to contain -> how that is recognised
     r"|(?:access|api)_?key)=[^\s&;,]{4,})",
 }
 PATTERNS = {kind: re.compile(pattern) for kind, pattern in KINDS.items()}
+# the rest of a secret behind what it is known by; of a private key all lines
+REST = r"(?:(?<=-----)[\s\S]*?(?:-----END[^-]*-----|\Z)|[^\s&;,<>]*)"
+WHOLE_SECRETS = [re.compile(f"(?:{pattern}){REST}") for pattern in KINDS.values()]
 
 
 def secret_in(value: str) -> str | None:
@@ -52,3 +56,23 @@ def secret_in(value: str) -> str | None:
 def names_secret(name: str) -> bool:
     """Returns whether an environment variable of this name holds a secret, such as HF_TOKEN2 or GITHUB_PAT."""
     return bool(NAME.search(name))
+
+
+def without_secrets(value: Any) -> Any:
+    """Returns a text with `***` in place of all that seems to be a secret; in nested values, all their texts.
+
+    For what is made of command lines and of other programs' errors, and kept where others read it.
+    """
+    if isinstance(value, dict):
+        return {name: without_secrets(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_secrets(one) for one in value]
+    if not isinstance(value, str):
+        return value
+    return "".join(map(_text_without_secrets, re.split("([\"'])", value)))  # quotes end a secret
+
+
+def _text_without_secrets(text: str) -> str:
+    for pattern in WHOLE_SECRETS:
+        text = pattern.sub("***", text)
+    return text

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megalite.config.errors import ConfigError
-from megalite.config.loading.secrets import secret_in
+from megalite.config.loading.secrets_in_text import secret_in
 from megalite.config.suggestions import OptionPath, dotted
 from megalite.config.yaml_text import parse_yaml
 
