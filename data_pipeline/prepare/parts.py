@@ -29,8 +29,8 @@ from numpy.typing import NDArray
 
 from data_pipeline.errors import DataError
 from data_pipeline.ownership import make_folder
+from data_pipeline.storage.file_io import open_anew, write_atomically
 from data_pipeline.storage.paths import with_ending
-from data_pipeline.storage.stored_files import open_anew, write_atomically
 from data_pipeline.typed_json import of_json
 
 _ENDINGS = (".bin", ".loss.bin")

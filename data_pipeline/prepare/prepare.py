@@ -33,11 +33,11 @@ from data_pipeline.sources.folders import repeated_files
 from data_pipeline.sources.json_rows import begins_with_row
 from data_pipeline.sources.lines import numbered_from_the_first
 from data_pipeline.sources.text import TextFile
+from data_pipeline.storage.file_io import write_atomically
 from data_pipeline.storage.indexed import IndexedTokens
 from data_pipeline.storage.indexed_writer import token_dtype
 from data_pipeline.storage.meta import CorpusMeta, read_meta
 from data_pipeline.storage.paths import decimal_size, with_ending
-from data_pipeline.storage.stored_files import write_atomically
 from data_pipeline.tokenizers.training import TrainedTokenizer
 
 _BYTES_OF_A_TOKEN = 4  # of text, before it is known

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from data_pipeline.errors import DataError
 from data_pipeline.samples.dataset import SAMPLES_KEPT, CorpusSamples, DocumentRange, Sample, SampleRows, check_ids
 from data_pipeline.samples.packing_plan import RULE, PackingPlan, PackingRequest
-from data_pipeline.samples.stream import Split
+from data_pipeline.samples.token_stream import Split
 from data_pipeline.storage.indexed import IndexedTokens
 
 _MUCH_PADDING = 0.01  # of all tokens, from which on the user is told

@@ -29,7 +29,7 @@ from data_pipeline.samples.opening import (
     sampled_digest,
 )
 from data_pipeline.samples.order import epoch_key, index_of_permuted, permuted_range
-from data_pipeline.samples.stream import Split, StreamPiece, TokenStream, split_streams
+from data_pipeline.samples.token_stream import Split, StreamPiece, TokenStream, split_streams
 from data_pipeline.storage.indexed import IndexedTokens
 
 SAMPLES_KEPT = 4096  # whose places are not looked up again: their targets are counted, then they are read

@@ -35,10 +35,10 @@ from numpy.typing import NDArray
 from data_pipeline.errors import DataError
 from data_pipeline.ownership import only_we_write
 from data_pipeline.samples.order import is_held_out
-from data_pipeline.samples.stream import Split
+from data_pipeline.samples.token_stream import Split
+from data_pipeline.storage.file_io import RandomAccessFile, write_atomically
 from data_pipeline.storage.indexed import IndexedTokens
 from data_pipeline.storage.paths import with_ending
-from data_pipeline.storage.stored_files import StoredFile, write_atomically
 
 RULE = "best-fit-1"  # another name for every change that would pack the same documents otherwise
 _REMEDY = "write it with `megalite data pack CONFIG.yaml`"
@@ -115,7 +115,7 @@ class PackingPlan:
                 self._begin = stream.tell()
         except ValueError as error:
             raise DataError(f"{path} is not readable as a plan of packing ({error}): {_REMEDY}") from error
-        self._file = StoredFile(path)
+        self._file = RandomAccessFile(path)
         is_whole = dtype == np.int64 and words >= _HEADER_WORDS and self._file.size == self._begin + 8 * words
         if not is_whole:
             raise DataError(f"{path} is no plan of packing, or cut off: {_REMEDY}")

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_pipeline.samples.dataset import DocumentRange, Sample, SampleRows
-from data_pipeline.samples.stream import Split
+from data_pipeline.samples.token_stream import Split
 
 
 class ReadSamples(Protocol):

@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_pipeline.samples.order import is_held_out
+from data_pipeline.storage.file_io import write_atomically
 from data_pipeline.storage.indexed import IndexedTokens
 from data_pipeline.storage.paths import with_ending
-from data_pipeline.storage.stored_files import write_atomically
 
 _RULE = "split-1"  # another name for every change of the hash or of the blocks
 _FEWEST = 1 << 20  # documents of a corpus whose counts are kept; fewer are counted in 10 ms

@@ -33,8 +33,8 @@ from data_pipeline.sources.remote_file import Place, RemoteFile, remote_files
 from data_pipeline.sources.row_text import LONGEST_ROW
 from data_pipeline.sources.stretch import WHOLE, Stretch
 from data_pipeline.sources.text import TextFile
+from data_pipeline.storage.file_io import refuse_lfs_pointer
 from data_pipeline.storage.paths import is_url, user_path
-from data_pipeline.storage.stored_files import refuse_lfs_pointer
 
 PYTHON_STDLIB = "python-stdlib"
 _NO_TEXT = {

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 
 from data_pipeline.errors import DataError, first_names
 from data_pipeline.neighbours import nearest
+from data_pipeline.storage.file_io import RandomAccessFile, sha256_of_file
 from data_pipeline.storage.loss_file import loss_path
 from data_pipeline.storage.paths import with_ending
-from data_pipeline.storage.stored_files import StoredFile, sha256_of_file
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -149,10 +149,10 @@ class IndexedTokens:
             digest.update(self.read(low, low + count).data)
         return digest.hexdigest()
 
-    def _file(self, ending: str) -> StoredFile:
+    def _file(self, ending: str) -> RandomAccessFile:
         path = with_ending(self.prefix, ending)
         if path.is_file():
-            return StoredFile(path)
+            return RandomAccessFile(path)
         if self.prefix.suffix in (".bin", ".idx"):
             named = self.prefix.with_suffix("")
             raise DataError(f"prepared data is named without an ending: give {named}, not {self.prefix}")
@@ -177,11 +177,11 @@ class IndexedTokens:
             ".bin/.idx pair (without the ending), or write one with `megalite prepare`"
         )
 
-    def _loss_mask(self) -> StoredFile | None:
+    def _loss_mask(self) -> RandomAccessFile | None:
         path = loss_path(self.prefix)
         if not path.is_file():
             return None
-        mask = StoredFile(path)
+        mask = RandomAccessFile(path)
         if mask.size != self.token_count:
             raise DataError(
                 f"{path} has {mask.size} bytes, but there are {self.token_count} tokens in {self._bin.path}: write "

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from data_pipeline.errors import DataError
 from data_pipeline.ownership import make_folder
+from data_pipeline.storage.file_io import open_anew, publish
 from data_pipeline.storage.indexed import BLOCK, HEADER, INTEGER_CODES, MAGIC, VERSION
 from data_pipeline.storage.paths import with_ending
-from data_pipeline.storage.stored_files import open_anew, publish
 
 _CODES = {np.dtype(kind): code for code, kind in INTEGER_CODES.items()}
 _LONGEST_DOCUMENT = 2**31 - 1  # lengths are int32

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_pipeline.ownership import make_folder
+from data_pipeline.storage.file_io import open_anew, publish
 from data_pipeline.storage.paths import with_ending
-from data_pipeline.storage.stored_files import open_anew, publish
 
 
 def loss_path(prefix: Path) -> Path:

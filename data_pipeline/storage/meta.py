@@ -9,8 +9,8 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from data_pipeline.errors import DataError
+from data_pipeline.storage.file_io import write_atomically
 from data_pipeline.storage.paths import with_ending
-from data_pipeline.storage.stored_files import write_atomically
 from data_pipeline.typed_json import STRICT, Count, PathText, of_json
 
 FORMAT = "megatron-indexed-1"

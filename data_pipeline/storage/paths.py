@@ -1,4 +1,4 @@
-"""Names and sizes of files, as people write and read them."""
+"""Paths, prefixes and URLs as people type them, and sizes in bytes as people read them."""
 
 import os
 import re

@@ -32,9 +32,9 @@ import numpy as np
 
 from data_pipeline.errors import DataError
 from data_pipeline.ownership import is_mine, make_folder, narrow, only_we_write
+from data_pipeline.storage.file_io import publish, write_atomically
 from data_pipeline.storage.meta import meta_path, parsed_meta
 from data_pipeline.storage.paths import with_ending
-from data_pipeline.storage.stored_files import publish, write_atomically
 
 STAMP = "complete.json"
 _LOCK = ".lock"

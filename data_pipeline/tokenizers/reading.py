@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from data_pipeline.errors import DataError, DataLimitError, first_names
 from data_pipeline.limited_process import LimitedProcess, ProcessRefusal
 from data_pipeline.neighbours import nearest
-from data_pipeline.storage.stored_files import refuse_lfs_pointer, sha256_of_file
+from data_pipeline.storage.file_io import refuse_lfs_pointer, sha256_of_file
 from data_pipeline.tokenizers.statements import (
     TOKENIZER,
     TOKENIZER_CONFIG,

@@ -1,4 +1,4 @@
-"""Command-line options of `megalite doctor`, and output of its report. No torch."""
+"""The command `megalite doctor`, and the output of its report; launch/cluster/doctor implements it. No torch."""
 
 from __future__ import annotations
 

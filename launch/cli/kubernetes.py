@@ -1,4 +1,4 @@
-"""Command-line options of `megalite k8s`, and delivery of the manifests. No torch."""
+"""The command `megalite k8s`, and delivery of its manifests; launch/backends/kubernetes renders them. No torch."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 
 import typer
 
+from launch.backends.job_generation import Delivery, fit_layout, load_checked_config
 from launch.backends.kubernetes import parsing
 from launch.backends.kubernetes.manifests import Kind, PodJob, name_of, objects_of, to_yaml
-from launch.backends.submission import Delivery, fit_layout, load_checked_config
 from launch.cli.options import AllowChange, ConfigPath, Force, OutputFile, Overrides, OverwriteFile, SharedRunDir
 from launch.errors import LaunchError
 from launch.trainer.start.flags import StartFlags

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from launch.backends.submission import load_checked_config
+from launch.backends.job_generation import load_checked_config
 from launch.cli.options import (
     AllowChange,
     ConfigPath,

@@ -1,4 +1,4 @@
-"""Command-line options of `megalite place`, which shows the best placement of a run on hosts. No torch."""
+"""The command `megalite place`, which shows the best placement of a run on hosts. No torch."""
 
 from __future__ import annotations
 

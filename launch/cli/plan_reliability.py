@@ -12,7 +12,7 @@ from typing import Literal
 from typer import Option
 
 from launch.cli.options import MOST_ACCELERATORS, check_one_format, finite_number, taking
-from launch.cli.plan_options import DEFAULT_DAYS, JobOptions
+from launch.cli.plan_job_options import DEFAULT_DAYS, JobOptions
 from launch.errors import LaunchError
 from launch.output import print_csv, print_json
 from launch.planning.prediction_by_size import SizedRun, counts_by, predicted_runs, steps_not_counted

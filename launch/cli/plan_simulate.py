@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 from typer import Option
 
 from launch.cli.options import finite_number, taking
-from launch.cli.plan_options import DEFAULT_DAYS, JobOptions
+from launch.cli.plan_job_options import DEFAULT_DAYS, JobOptions
 from launch.errors import LaunchError
 from launch.output import print_csv, print_json, progress_bar
 from launch.planning.prediction_by_size import PlannedRun, planned_run

@@ -1,4 +1,4 @@
-"""Command-line options of `megalite ray`: a supervised run as a Ray Train job.
+"""The command `megalite ray`: a supervised run as a Ray Train job; launch/backends implements it.
 
 Ray itself, an extra, is not imported.
 """
@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from launch.backends.submission import load_checked_config
+from launch.backends.job_generation import load_checked_config
 from launch.cli.options import AllowChange, ConfigPath, Force, Overrides, SharedRunDir
 from launch.errors import LaunchError
 from launch.runtime.logs import get_logger

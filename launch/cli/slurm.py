@@ -1,4 +1,4 @@
-"""Command-line options of `megalite slurm`, and delivery of the batch script. No torch."""
+"""The command `megalite slurm`, and delivery of its batch script; launch/backends generates that. No torch."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Annotated
 
 import typer
 
+from launch.backends.job_generation import Delivery, fit_layout, load_checked_config
 from launch.backends.slurm import SlurmJob, Spawner, batch_script
-from launch.backends.submission import Delivery, fit_layout, load_checked_config
 from launch.cli.options import AllowChange, ConfigPath, Force, OutputFile, Overrides, OverwriteFile, SharedRunDir
 from launch.errors import LaunchError
 from launch.runtime.logs import get_logger

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_pipeline.samples.stream import Split
+from data_pipeline.samples.token_stream import Split
 from data_pipeline.sources import open_sources
 from data_pipeline.storage.indexed import IndexedTokens
 from data_pipeline.storage.paths import is_url

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from data_pipeline.document import refuse_bad_row
 from data_pipeline.loader import BatchPlan, global_batch
 from data_pipeline.samples.samples import Samples
-from data_pipeline.samples.stream import Split
+from data_pipeline.samples.token_stream import Split
 from data_pipeline.sources import Source, open_sources
 from data_pipeline.storage.paths import with_ending
 from data_pipeline.windows import Window, document_windows, equally_long_batches

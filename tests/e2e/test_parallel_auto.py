@@ -14,7 +14,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.backends.submission import fit_layout
+from launch.backends.job_generation import fit_layout
 from launch.cluster.doctor.preflight import PreflightReport
 from launch.cluster.host_selection import NotEnoughHosts, choose_hosts, likely_layout, per_node, wanted_ranks
 from launch.cluster.supervisor import HostAssignment, HostsSupervisor, Options

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from hypothesis import strategies as st
 
-from data_pipeline.samples.stream import Split
+from data_pipeline.samples.token_stream import Split
 
 
 class SmallCorpora(NamedTuple):

@@ -23,9 +23,9 @@ from data_pipeline.samples.mix import Mix, MixedSamples, MixStage
 from data_pipeline.samples.packing_plan import PackingRequest, write_plan
 from data_pipeline.samples.samples import Samples
 from data_pipeline.samples.staged import CutSamples
+from data_pipeline.storage.file_io import RandomAccessFile
 from data_pipeline.storage.indexed import IndexedTokens
 from data_pipeline.storage.indexed_writer import IndexedWriter
-from data_pipeline.storage.stored_files import StoredFile
 
 ROWS, BATCHES, LENGTH = 8, 64, 64
 
@@ -91,13 +91,13 @@ def test_places_are_looked_up_once(
     samples, plan = opened[packing], BatchPlan(ROWS, ROWS, 0, 1, document_mask=True)
     global_batch(samples, plan, 0)
     seen = Counter[str]()
-    read = StoredFile.read
+    read = RandomAccessFile.read
 
-    def noted(self: StoredFile, place: int, into: np.ndarray) -> None:
+    def noted(self: RandomAccessFile, place: int, into: np.ndarray) -> None:
         seen[self.path.suffix] += 1
         read(self, place, into)
 
-    monkeypatch.setattr(StoredFile, "read", noted)
+    monkeypatch.setattr(RandomAccessFile, "read", noted)
     for consumed in range(ROWS, 50 * ROWS, ROWS):
         global_batch(samples, plan, consumed)
     assert seen.total() / (49 * ROWS) <= reads, seen
@@ -109,13 +109,13 @@ def test_a_replica_reads_its_own_samples_alone_where_they_are_cut(
     """Each replica read the tokens of the whole global batch, to count the targets of a step of short sequences."""
     samples, replicas, parts = CutSamples(opened["concat"], 4), 4, 4
     plan = BatchPlan(ROWS * parts * replicas, ROWS, 1, replicas, document_mask=True)
-    read, count = StoredFile.read, 0
+    read, count = RandomAccessFile.read, 0
 
-    def noted(self: StoredFile, place: int, into: np.ndarray) -> None:
+    def noted(self: RandomAccessFile, place: int, into: np.ndarray) -> None:
         nonlocal count
         count += self.path.suffix == ".bin"
         read(self, place, into)
 
-    monkeypatch.setattr(StoredFile, "read", noted)
+    monkeypatch.setattr(RandomAccessFile, "read", noted)
     global_batch(samples, plan, 0)
     assert ROWS <= count <= 2 * ROWS, "a sample of two pieces takes two reads"

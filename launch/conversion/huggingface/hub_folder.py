@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from data_pipeline.neighbours import nearest
-from data_pipeline.storage.stored_files import refuse_lfs_pointer
+from data_pipeline.storage.file_io import refuse_lfs_pointer
 from launch.errors import LaunchError
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.huggingface.json_files import CONFIG, read_json

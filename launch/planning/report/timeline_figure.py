@@ -1,4 +1,4 @@
-"""The pipeline schedule of one optimizer step.
+"""The figure of one step's pipeline schedule, simulated from the predicted times of its stages.
 
 A long schedule is drawn in three windows of the same length and scale: its start, part of its middle, and its end.
 """

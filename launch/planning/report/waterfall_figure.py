@@ -1,4 +1,4 @@
-"""The step time of one layout, from matrix products up to the total."""
+"""The figure of a layout's predicted step time, from matrix products up to the total."""
 
 from __future__ import annotations
 

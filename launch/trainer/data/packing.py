@@ -10,7 +10,7 @@ from data_pipeline.errors import DataError
 from data_pipeline.ownership import make_folder, only_we_write
 from data_pipeline.samples.opening import content_digests, matching_meta
 from data_pipeline.samples.packing_plan import PackingPlan, PackingRequest, write_plan
-from data_pipeline.samples.stream import Split
+from data_pipeline.samples.token_stream import Split
 from data_pipeline.storage.indexed import IndexedTokens
 from data_pipeline.storage.paths import user_path
 from launch.errors import LaunchError

@@ -16,7 +16,7 @@ from megalite.distributed.store_address import is_loopback_address
 from megalite.monitor.observer import Nonfatal
 from megalite.monitor.prometheus.endpoint import TARGETS, Endpoint, Rendering, write_targets
 from megalite.monitor.prometheus.families import OF_GPUS, rendered
-from megalite.monitor.prometheus.gpus import GpuSampler, dcgm_answers
+from megalite.monitor.prometheus.gpu_sampler import GpuSampler, dcgm_answers
 
 
 class HostMetrics:

@@ -22,11 +22,11 @@ from data_pipeline.samples.dataset import PackedSamples, TooLong
 from data_pipeline.samples.opening import content_digests, matching_meta
 from data_pipeline.samples.packing_plan import PackingRequest, write_plan
 from data_pipeline.samples.samples import Samples
+from data_pipeline.storage.file_io import sha256_of_file
 from data_pipeline.storage.indexed import IndexedTokens
 from data_pipeline.storage.indexed_writer import IndexedWriter
 from data_pipeline.storage.loss_file import LossWriter, loss_path
 from data_pipeline.storage.meta import CorpusMeta
-from data_pipeline.storage.stored_files import sha256_of_file
 from tests.helpers.hub_models import HubModel, disk_tensors
 from tests.unit.data_pipeline.test_best_fit_loss import packed_loss
 from tests.unit.models.families.test_families import options_of, our_model

@@ -18,10 +18,10 @@ from data_pipeline.prepare import plan
 from data_pipeline.prepare.plan import PrepareOptions
 from data_pipeline.prepare.prepare import prepare
 from data_pipeline.sources import open_sources
+from data_pipeline.storage.file_io import sha256_of_file
 from data_pipeline.storage.indexed import IndexedTokens
 from data_pipeline.storage.loss_file import loss_path
 from data_pipeline.storage.meta import read_meta
-from data_pipeline.storage.stored_files import sha256_of_file
 from data_pipeline.tokenizers.reading import load_tokenizer
 from tests.unit.data_pipeline.chat.templates import TEMPLATES, WITHOUT_PROMPT, write_tokenizer
 from tests.unit.launch.cli.test_mistakes import command

@@ -15,7 +15,7 @@ from data_pipeline.samples.best_fit import BestFitSamples
 from data_pipeline.samples.dataset import PackedSamples, Sample
 from data_pipeline.samples.order import is_held_out
 from data_pipeline.samples.packing_plan import PackingPlan, PackingRequest, write_plan
-from data_pipeline.samples.stream import Split
+from data_pipeline.samples.token_stream import Split
 from data_pipeline.storage.indexed import IndexedTokens
 from data_pipeline.storage.indexed_writer import IndexedWriter
 from tests.helpers.sample_views import cu_seqlens, positions, target_is_valid

@@ -14,10 +14,10 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from megalite.monitor.observer import Nonfatal
-from megalite.monitor.prometheus import gpus
+from megalite.monitor.prometheus import gpu_sampler
 from megalite.monitor.prometheus.endpoint import Rendering
 from megalite.monitor.prometheus.families import OF_GPUS, rendered
-from megalite.monitor.prometheus.gpus import GpuSampler, dcgm_answers
+from megalite.monitor.prometheus.gpu_sampler import GpuSampler, dcgm_answers
 
 HOST = socket.gethostname()
 
@@ -170,4 +170,4 @@ def test_a_dcgm_exporter_is_told_from_other_servers(answering: HTTPServer, monke
     for text, is_dcgm in ((b'DCGM_FI_DEV_GPU_UTIL{gpu="0"} 3\n', True), (b"a page\n", False)):
         answering.text = text  # type: ignore[attr-defined]
         assert dcgm_answers(url) is is_dcgm
-    assert not dcgm_answers("http://127.0.0.1:9/metrics") and gpus.DCGM.endswith(":9400/metrics")
+    assert not dcgm_answers("http://127.0.0.1:9/metrics") and gpu_sampler.DCGM.endswith(":9400/metrics")

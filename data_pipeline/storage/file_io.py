@@ -1,4 +1,4 @@
-"""Files that appear under their final names whole or not at all, and files that are read at random places."""
+"""Writes files that appear whole under their names or not at all, and reads files at places all over them."""
 
 import hashlib
 import os
@@ -59,7 +59,7 @@ def sha256_of_file(path: Path) -> str:
 _MOST_OPEN = 64  # files of a process; a rank's limit is often 1,024 in all
 
 
-class StoredFile:
+class RandomAccessFile:
     """A file that is read at places all over it, as it was when it was looked at first.
 
     It is read with `pread`, not mapped: a random place of a mapped file brings in a whole read-ahead window from a cold
@@ -106,7 +106,7 @@ class _Descriptor:
 
 
 @lru_cache(maxsize=_MOST_OPEN)
-def _opened(file: StoredFile) -> _Descriptor:
+def _opened(file: RandomAccessFile) -> _Descriptor:
     try:
         opened = _Descriptor(os.open(file.path, os.O_RDONLY | os.O_CLOEXEC))
     except FileNotFoundError:

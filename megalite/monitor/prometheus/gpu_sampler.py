@@ -1,4 +1,4 @@
-"""Readings of this host's GPUs by NVML, in a thread of its own.
+"""Reads this host's GPUs by NVML every few seconds, in a thread of its own.
 
 All GPUs that the driver shows are read, whoever computes on them. What cannot be read is left out: without a driver all
 of it, of a GPU that has failed all its series, under MIG its utilisation. Each such reason is told once.

@@ -1,4 +1,4 @@
-"""Options that `megalite plan reliability` and `megalite plan simulate` share. No torch here."""
+"""Options of the job that `megalite plan reliability` and `megalite plan simulate` share. No torch here."""
 
 from __future__ import annotations
 

@@ -7,35 +7,35 @@ import numpy as np
 import pytest
 
 from data_pipeline.errors import DataError
-from data_pipeline.storage import stored_files as files
-from data_pipeline.storage.stored_files import StoredFile
+from data_pipeline.storage import file_io as files
+from data_pipeline.storage.file_io import RandomAccessFile
 
 
 @pytest.fixture
-def stored(tmp_path: Path) -> StoredFile:
+def stored(tmp_path: Path) -> RandomAccessFile:
     path = tmp_path / "c.bin"
     path.write_bytes(bytes(range(200)))
-    return StoredFile(path)
+    return RandomAccessFile(path)
 
 
-def read(stored: StoredFile, place: int, count: int) -> list[int]:
+def read(stored: RandomAccessFile, place: int, count: int) -> list[int]:
     into = np.empty(count, dtype=np.uint8)
     stored.read(place, into.data)
     return into.tolist()
 
 
-def test_any_place_is_read(stored: StoredFile) -> None:
+def test_any_place_is_read(stored: RandomAccessFile) -> None:
     assert (read(stored, 7, 3), read(stored, 200, 0)) == ([7, 8, 9], [])
     with pytest.raises(DataError, match=r"c\.bin became shorter while it was in use"):
         read(stored, 199, 2)
 
 
-def test_a_file_that_was_only_touched_is_read_on(stored: StoredFile) -> None:
+def test_a_file_that_was_only_touched_is_read_on(stored: RandomAccessFile) -> None:
     os.utime(stored.path, (1, 1))
     assert read(stored, 0, 1) == [0]
 
 
-def test_another_file_in_its_place_is_refused(stored: StoredFile) -> None:
+def test_another_file_in_its_place_is_refused(stored: RandomAccessFile) -> None:
     """After its descriptor was closed in favour of others, the name may mean other data: half a run on each."""
     read(stored, 0, 1)
     other = stored.path.with_name("other")

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from data_pipeline.samples.dataset import PackedSamples
 from data_pipeline.samples.order import is_held_out
-from data_pipeline.samples.stream import Split
-from data_pipeline.storage.stored_files import StoredFile
+from data_pipeline.samples.token_stream import Split
+from data_pipeline.storage.file_io import RandomAccessFile
 from tests.unit.data_pipeline.samples.test_dataset import give_meta
 
 SALT = 0x6D6567616C697465
@@ -156,13 +156,13 @@ def test_a_sample_takes_a_read_or_two(many_documents: Path, monkeypatch: pytest.
     """The other split opens nothing again; a sample reads its tokens, and once per 256 documents their places."""
     samples = PackedSamples([many_documents], 512, 0, "train", 0.01)
     places: list[tuple[str, int]] = []
-    read = StoredFile.read
+    read = RandomAccessFile.read
 
-    def counted(self: StoredFile, place: int, into: NDArray[Any]) -> None:
+    def counted(self: RandomAccessFile, place: int, into: NDArray[Any]) -> None:
         places.append((self.path.suffix, into.nbytes))
         read(self, place, into)
 
-    monkeypatch.setattr(StoredFile, "read", counted)
+    monkeypatch.setattr(RandomAccessFile, "read", counted)
     samples.of_split("held_out")
     assert not places
     for k in range(300):

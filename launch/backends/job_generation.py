@@ -1,4 +1,4 @@
-"""Steps that the commands for schedulers share: check a run, fit its layout to nodes, deliver the generated text."""
+"""Shared by commands that generate a scheduler's job: checks the run, fits its layout to nodes, delivers the text."""
 
 from __future__ import annotations
 
