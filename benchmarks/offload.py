@@ -64,7 +64,7 @@ def engine_of(variant: str) -> Any:
     """Returns the engine of a variant on this process; all have the same seed, so the same weights."""
     from megalite.config import resolve_layout
     from megalite.engine.build import build_engine
-    from megalite.planner.cost.shapes import recompute_of_blocks
+    from megalite.planner.cost.stage_parameters import recompute_of_blocks
     from models.decoder import layers_of
 
     config = config_of(variant)

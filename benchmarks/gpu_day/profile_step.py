@@ -95,7 +95,7 @@ def step_of(config: Config, device: str, document_length: int = 0) -> Callable[[
     from megalite.config import resolve_layout
     from megalite.engine.build import build_engine
     from megalite.engine.deepspeed.process_groups import start_distributed
-    from megalite.planner.cost.shapes import recompute_of_blocks
+    from megalite.planner.cost.stage_parameters import recompute_of_blocks
     from models.decoder import layers_of
 
     start_distributed(local_rank=0)

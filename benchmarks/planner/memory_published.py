@@ -14,7 +14,7 @@ from benchmarks.planner.bloom import DEFECTIVE, TABLE, run_of
 from benchmarks.planner.published import MEGATRON_2022, Row, gpt, read
 from megalite.planner.cost.memory import CUDA, Device, StageMemory, with_device
 from megalite.planner.cost.model_states import MOMENTS, States
-from megalite.planner.cost.shapes import StageShape, cut, stages_of_job
+from megalite.planner.cost.stage_parameters import StageShape, cut, stages_of_job
 from megalite.planner.workload import BYTES, ParallelLayout, Recompute, TrainingWorkload
 
 GIB = 2**30

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megalite.config import ModelConfig
 from megalite.config.sections import Dtype, PipelineSchedule
-from megalite.planner.cost.shapes import parameters
+from megalite.planner.cost.stage_parameters import parameters
 from megalite.planner.hardware import Cluster, ClusterFile, cluster_of
 from megalite.planner.workload import ParallelLayout, Recompute, Stack, TrainingWorkload
 

@@ -43,10 +43,10 @@ from megalite.config.known_models import origin, run_of
 from megalite.config.loading.load import stated_values
 from megalite.config.suggestions import dotted
 from megalite.config.yaml_text import to_yaml
-from megalite.planner.contexts import ContextLength, contexts
 from megalite.planner.explanation import caveats, explain, why_nothing_fits
 from megalite.planner.forecast import forecast_of
 from megalite.planner.hardware import Cluster, is_guess
+from megalite.planner.longest_context import ContextLength, context_lengths
 from megalite.planner.search import DATA, MICRO_BATCH, SearchResult, judged, search
 from megalite.units import plural
 
@@ -124,7 +124,7 @@ def _searched(
     if not is_longer_wanted:
         return result, None
     with progress_lines("judging longer sequences", every_s=1.0) as describe:
-        return result, contexts(config, result.cluster, free, describe)
+        return result, context_lengths(config, result.cluster, free, describe)
 
 
 def _show(

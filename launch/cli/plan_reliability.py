@@ -26,7 +26,7 @@ from megalite.planner.cost.checkpoints import (
     Storage,
     megalite_bytes_per_parameter,
 )
-from megalite.planner.cost.shapes import parameters as parameters_of
+from megalite.planner.cost.stage_parameters import parameters as parameters_of
 from megalite.planner.failure_rates import DEFAULT_RATE, LLAMA_3, Components, nodes_of
 from megalite.planner.forecast import reliability_of
 from megalite.planner.reliability.goodput_model import Reliability, at_scale

@@ -15,9 +15,9 @@ from launch.errors import LaunchError
 from launch.runtime.hostfile import Host
 from megalite.config import Config, ResolvedLayout
 from megalite.parallel.mesh import Mesh
+from megalite.planner.cost.communication_volumes import Traffic, traffic, volumes
 from megalite.planner.cost.model_states import state_bytes
-from megalite.planner.cost.shapes import stages_of
-from megalite.planner.cost.volumes import Traffic, traffic, volumes
+from megalite.planner.cost.stage_parameters import stages_of
 from megalite.planner.placement.cost import Costs, Node, Picks
 from megalite.planner.placement.search import first_fit, search
 from megalite.planner.workload import TrainingWorkload

@@ -35,7 +35,7 @@ from megalite.engine.optimizers.build import moments_of
 from megalite.engine.parameter_state import moment_names, read_parameter, reading_gradients, refresh, write_weight
 from megalite.parallel.layers import initialize_
 from megalite.parallel.shard import Shard
-from megalite.planner.cost.shapes import recompute_of_blocks
+from megalite.planner.cost.stage_parameters import recompute_of_blocks
 from megalite.resilience.replica_check import find_disagreements
 from models.decoder import layers_of
 

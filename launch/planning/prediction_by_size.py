@@ -15,7 +15,7 @@ from launch.prediction.cluster import nodes_of
 from megalite.config import Config, resolve_layout
 from megalite.config.suggestions import multiples_near
 from megalite.planner.cost.checkpoints import Save
-from megalite.planner.cost.shapes import parameters
+from megalite.planner.cost.stage_parameters import parameters
 from megalite.planner.cost.step_time import StepTime, step_time
 from megalite.planner.explanation import why_nothing_fits
 from megalite.planner.failure_rates import HOURS_PER_DAY

@@ -19,7 +19,7 @@ from megalite.monitor.records.step import StepRecord
 from megalite.parallel.mesh import Mesh
 from megalite.planner.cost.memory import TENSORS, Device, StageMemory, memory_of, with_process
 from megalite.planner.cost.step_time import StepTime, step_time
-from megalite.planner.published import beside_published
+from megalite.planner.published_speed import beside_published
 from megalite.planner.workload import TrainingWorkload
 from megalite.units import about, gib, of_stages, seconds
 

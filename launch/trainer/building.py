@@ -36,7 +36,7 @@ from megalite.config import Config, resolve_layout
 from megalite.config.layout import unchecked_layout
 from megalite.config.rules.known_bad import check_known_bad, installed_versions
 from megalite.monitor.events import EVENTS, EventLog
-from megalite.planner.cost.shapes import recompute_of_blocks
+from megalite.planner.cost.stage_parameters import recompute_of_blocks
 from megalite.resilience.heartbeat import Heartbeat
 from megalite.training.state import TrainState
 

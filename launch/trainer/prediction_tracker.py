@@ -26,7 +26,7 @@ from megalite.monitor.observer import Observer
 from megalite.monitor.records.step import StepRecord
 from megalite.parallel.mesh import Mesh
 from megalite.planner.cost import memory
-from megalite.planner.cost.shapes import recompute_of_blocks
+from megalite.planner.cost.stage_parameters import recompute_of_blocks
 from megalite.planner.hardware import is_guess
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from megalite.config import Config
 from megalite.config.auto import CHOOSABLE
 from megalite.config.batch_stages import largest_shape
 from megalite.config.suggestions import OptionPath, dotted
-from megalite.planner.choice import ERROR, NOTICEABLE, ROOMY, doubts, hidden_by_zero_3_s
 from megalite.planner.hardware import is_guess
-from megalite.planner.published import beside_published
+from megalite.planner.layout_choice import ERROR, NOTICEABLE, ROOMY, doubts, hidden_by_zero_3_s
+from megalite.planner.published_speed import beside_published
 from megalite.planner.search import (
     CHUNKS,
     SCHEDULE,

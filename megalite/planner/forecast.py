@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from megalite.config import Config
 from megalite.planner.cost.checkpoints import Storage, megalite_bytes_per_parameter
-from megalite.planner.cost.shapes import parameters
+from megalite.planner.cost.stage_parameters import parameters
 from megalite.planner.failure_rates import DEFAULT_RATE, rate_of_mtbf
 from megalite.planner.reliability.goodput_model import JobScale, Reliability, at_scale
 from megalite.planner.run_length import DAY_S, RunLength, run_length

@@ -15,7 +15,6 @@ from typing import Any, Literal, Self
 from megalite.config import Config, ConfigError, ResolvedLayout, resolve_layout
 from megalite.config.auto import CHOOSABLE
 from megalite.config.suggestions import OptionPath
-from megalite.planner.choice import RECOMPUTE_MODES, ROOMY, first_choice, simplicity
 from megalite.planner.cost.memory import (
     CPU,
     CUDA,
@@ -28,6 +27,7 @@ from megalite.planner.cost.memory import (
 )
 from megalite.planner.cost.step_time import StepTime, step_time
 from megalite.planner.hardware import Cluster
+from megalite.planner.layout_choice import RECOMPUTE_MODES, ROOMY, first_choice, simplicity
 from megalite.planner.workload import ParallelLayout, TrainingWorkload
 from megalite.schedules.tables import Schedule
 from megalite.units import gib

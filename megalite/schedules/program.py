@@ -9,7 +9,7 @@ All stages begin their sends and receptions in one common order: that in which t
 takes a unit of time and messages none. The first message that is not through yet can then always be sent: what it
 depends on came before it, and both its ends have begun it, or will without waiting for anything behind it. So a step
 ends however few communicators stages share, even with one for all messages, and wherever a stage waits for sends
-that it has begun before; `rendezvous.py` checks it. No torch.
+that it has begun before; `deadlock_check.py` checks it. No torch.
 """
 
 from __future__ import annotations

@@ -40,9 +40,9 @@ from launch.trainer.start.run_config import load_run_config
 from megalite.config import Config, ConfigError, load_config, resolve_layout, wanted_world_size
 from megalite.config.auto import CHOOSABLE
 from megalite.config.suggestions import OptionPath
-from megalite.planner.choice import ROOMY
 from megalite.planner.cost.memory import CPU, CUDA, Device
 from megalite.planner.hardware import Cluster
+from megalite.planner.layout_choice import ROOMY
 from megalite.planner.search import RECOMPUTE, Ranks, first_legal, needs
 from megalite.planner.workload import TrainingWorkload
 from models.hub.config_parts import FamilyError

@@ -19,7 +19,7 @@ from megalite.config import Config, resolve_layout
 from megalite.engine.build import build_engine
 from megalite.engine.engine import Engine
 from megalite.engine.parameter_state import read_parameter
-from megalite.planner.cost.shapes import recompute_of_blocks
+from megalite.planner.cost.stage_parameters import recompute_of_blocks
 from models.decoder import layers_of
 from tests.helpers import odd_sizes as odd
 

@@ -24,7 +24,7 @@ from launch.planning.tables.forecast import forecast_lines, format_interval, mon
 from megalite.config import Config
 from megalite.planner.cost.checkpoints import PER_NODE
 from megalite.planner.cost.memory import CUDA
-from megalite.planner.cost.shapes import parameters
+from megalite.planner.cost.stage_parameters import parameters
 from megalite.planner.explanation import explain
 from megalite.planner.failure_rates import PUBLISHED_BAND
 from megalite.planner.forecast import RunForecast, forecast_of

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from xml.etree.ElementTree import Element
 
 from launch.pages.svg import bar, element, line
-from megalite.planner.choice import doubts
+from megalite.planner.layout_choice import doubts
 from megalite.planner.search import LayoutCandidate, SearchResult
 from megalite.units import GIB, digits, gib, of_stages, percent, plural, seconds
 

@@ -7,10 +7,10 @@ from dataclasses import asdict
 from typing import Any
 
 from launch.output import Table
-from megalite.planner.choice import doubts
-from megalite.planner.contexts import ContextLength
 from megalite.planner.explanation import explain
 from megalite.planner.hardware import Cluster, is_guess
+from megalite.planner.layout_choice import doubts
+from megalite.planner.longest_context import ContextLength
 from megalite.planner.search import LayoutCandidate, SearchResult
 from megalite.planner.workload import recompute_in_short
 from megalite.units import GIB, plural

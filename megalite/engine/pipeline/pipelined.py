@@ -23,8 +23,8 @@ from megalite.engine.stages import TORCH_DTYPES, Chunk, Labels, Stage
 from megalite.parallel.layers import LayerSpec
 from megalite.parallel.mesh import Mesh, stage_boundaries
 from megalite.parallel.weight_gradients import put_off_weight_gradients
+from megalite.schedules.deadlock_check import check_programs
 from megalite.schedules.program import Program, forward_programs, training_programs
-from megalite.schedules.rendezvous import check_programs
 from megalite.schedules.tables import Schedule, placement, splits_backward
 from megalite.tracing.activity import Activity, Operation
 

@@ -12,7 +12,7 @@ from typing import NamedTuple, Self
 
 from megalite.config import ModelConfig
 from megalite.config.sections import Dtype
-from megalite.planner.cost.shapes import block_kinds, cut
+from megalite.planner.cost.stage_parameters import block_kinds, cut
 from megalite.planner.workload import BYTES, Recompute, TrainingWorkload
 
 

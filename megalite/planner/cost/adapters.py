@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megalite.config import ModelConfig
 from megalite.config.sections import AdapterConfig
-from megalite.planner.cost.shapes import StageShape, cut
+from megalite.planner.cost.stage_parameters import StageShape, cut
 from megalite.planner.workload import TrainingWorkload
 
 

@@ -13,7 +13,7 @@ from enum import StrEnum
 from megalite.config import ModelConfig
 from megalite.planner.cost.model_states import MOMENTS
 from megalite.planner.cost.muon import orthogonalized_numbers
-from megalite.planner.cost.shapes import stage_shapes
+from megalite.planner.cost.stage_parameters import stage_shapes
 
 TOO_LONG = 700.0  # exp of more is no float: nothing is ever finished
 LONGEST_INTERVAL_S = 3600.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megalite.planner.cost.volumes import Moved
+from megalite.planner.cost.communication_volumes import Moved
 from megalite.planner.hardware import Cluster
 from megalite.planner.workload import ParallelLayout
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megalite.config import ModelConfig
-from megalite.planner.cost.shapes import cut
+from megalite.planner.cost.stage_parameters import cut
 from megalite.planner.hardware import Cluster
 from megalite.planner.workload import BYTES, TrainingWorkload
 from megalite.units import Additive

@@ -20,7 +20,13 @@ from megalite.planner.cost.adapters import trained_numbers
 from megalite.planner.cost.model_states import BUCKET, MOMENTS, deepspeed_states, with_frozen_weights
 from megalite.planner.cost.muon import orthogonalized_numbers
 from megalite.planner.cost.offloading import activations_on_device, optimizer_on_host, without_optimizer
-from megalite.planner.cost.shapes import StageShape, cut, embedding_parameters, stages_of_job, widest_parameter
+from megalite.planner.cost.stage_parameters import (
+    StageShape,
+    cut,
+    embedding_parameters,
+    stages_of_job,
+    widest_parameter,
+)
 from megalite.planner.workload import BYTES, TrainingWorkload
 from megalite.schedules.in_flight import InFlight, most_in_flight
 from megalite.schedules.tables import Schedule, placement

@@ -13,7 +13,7 @@ from megalite.config import Config, ResolvedLayout
 from megalite.config.deepspeed import has
 from megalite.planner.cost.adapters import adapter_numbers
 from megalite.planner.cost.muon import orthogonalized_numbers, working_bytes
-from megalite.planner.cost.shapes import StageShape
+from megalite.planner.cost.stage_parameters import StageShape
 from megalite.planner.workload import BYTES, TrainingWorkload
 
 MOMENTS = {"adamw": 2, "muon": 2, "sgd": 0}  # numbers per parameter; Muon keeps one of a matrix in a block

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megalite.config import ModelConfig
-from megalite.planner.cost.shapes import StageShape, cut
+from megalite.planner.cost.stage_parameters import StageShape, cut
 from megalite.planner.workload import TrainingWorkload
 
 Matrix = tuple[int, int]  # rows and columns of one of Hugging Face's matrices, whole

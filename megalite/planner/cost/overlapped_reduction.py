@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 from megalite.planner.cost.adapters import trained_numbers
 from megalite.planner.cost.communication_time import Ring
-from megalite.planner.cost.shapes import StageShape, cut, embedding_parameters
-from megalite.planner.cost.volumes import Moved
+from megalite.planner.cost.communication_volumes import Moved
+from megalite.planner.cost.stage_parameters import StageShape, cut, embedding_parameters
 from megalite.planner.workload import BYTES, TrainingWorkload
 from megalite.schedules.simulation import LastGradients
 

@@ -1,7 +1,7 @@
 """Duration of one optimizer step, part by part. Pure arithmetic, no torch.
 
 The slowest stage sets the pace of a pipeline; before and after it is full, the others wait (Narayanan 2021, section
-2.2). What each part is made of: layer_time.py, communication_time.py, volumes.py.
+2.2). What each part is made of: layer_time.py, communication_time.py, communication_volumes.py.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from megalite.config import ModelConfig
 from megalite.planner.cost.activations import BlockWorkload, chunk_bytes
 from megalite.planner.cost.adapters import trained_numbers
 from megalite.planner.cost.communication_time import boundary_leaves_node, boundary_s, data_ring, end_ring, tensor_ring
+from megalite.planner.cost.communication_volumes import Moved, data_moved, hidden_state_bytes, tensor_moved, tied_moved
 from megalite.planner.cost.layer_time import (
     LayerTime,
     Passes,
@@ -28,8 +29,7 @@ from megalite.planner.cost.layer_time import (
 from megalite.planner.cost.muon import gathered_over_tensor_ranks, orthogonalizing_flops
 from megalite.planner.cost.offloading import exposed_copies_s, host_update_s
 from megalite.planner.cost.overlapped_reduction import reduction_ends_s
-from megalite.planner.cost.shapes import StageShape, block_kinds, stages_of_job
-from megalite.planner.cost.volumes import Moved, data_moved, hidden_state_bytes, tensor_moved, tied_moved
+from megalite.planner.cost.stage_parameters import StageShape, block_kinds, stages_of_job
 from megalite.planner.hardware import Cluster
 from megalite.planner.workload import BYTES, ParallelLayout, TrainingWorkload
 from megalite.schedules.simulation import LastGradients, PipelineTimes, idle_of_equal_stages, last_gradients

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megalite.parallel.mesh import Mesh
-from megalite.planner.cost.volumes import Traffic
+from megalite.planner.cost.communication_volumes import Traffic
 
 Numbers = npt.NDArray[np.int64]
 Picks = Sequence[tuple[int, int]]  # in rank order: number of the node, how many ranks it gets

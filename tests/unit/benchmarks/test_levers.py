@@ -16,7 +16,7 @@ from benchmarks.gpu_day.levers import LEVERS, ROWS
 from benchmarks.gpu_day.profile_step import random_batches
 from benchmarks.gpu_day.summary import _levers
 from megalite.config import Config, ConfigError, load_config
-from megalite.planner.cost.shapes import parameters
+from megalite.planner.cost.stage_parameters import parameters
 
 PARAMETERS = {  # as the hub counts them; of Qwen3-30B-A3B without 44 of its 48 layers
     "levers-1b": 1_235_814_400,

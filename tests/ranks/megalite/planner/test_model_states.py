@@ -10,7 +10,7 @@ from megalite.engine.deepspeed.internals import resident_weights
 from megalite.engine.deepspeed.step import flat_partitions
 from megalite.parallel.mesh import Mesh
 from megalite.planner.cost.model_states import state_bytes
-from megalite.planner.cost.shapes import stages_of
+from megalite.planner.cost.stage_parameters import stages_of
 from tests.helpers.engine_cases import Case, engine_of, global_batches, micro_batches_of
 from tests.helpers.rank_pool import run_ranks
 

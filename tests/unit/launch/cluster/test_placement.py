@@ -22,7 +22,7 @@ from launch.errors import LaunchError
 from launch.runtime.hostfile import Host
 from megalite.config import resolve_layout
 from megalite.parallel.mesh import Mesh
-from megalite.planner.cost.volumes import Traffic
+from megalite.planner.cost.communication_volumes import Traffic
 from megalite.planner.placement.cost import Node
 from tests.helpers.engine_cases import Case
 

@@ -38,7 +38,7 @@ from launch.trainer.prediction_tracker import MachineLookup, PredictionTracker, 
 from megalite.config import Config, resolve_layout
 from megalite.parallel.mesh import Mesh
 from megalite.planner.cost import memory
-from megalite.planner.cost.shapes import stages_of
+from megalite.planner.cost.stage_parameters import stages_of
 from megalite.planner.cost.step_time import step_time
 from megalite.planner.hardware import catalogue
 from megalite.units import about

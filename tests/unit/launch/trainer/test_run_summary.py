@@ -28,7 +28,7 @@ from launch.trainer.start.checks import find_position
 from launch.trainer.start.flags import NO_FLAGS
 from launch.trainer.start.resume import RunSetup, Start
 from megalite.config import Config, resolve_layout
-from megalite.planner.cost.shapes import parameters
+from megalite.planner.cost.stage_parameters import parameters
 from tests.unit.launch.cli.test_mistakes import own_checkpoint
 
 

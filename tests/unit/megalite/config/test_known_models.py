@@ -10,7 +10,7 @@ import pytest
 from launch.trainer.start.run_config import load_run_config
 from megalite.config import ConfigError
 from megalite.config.known_models import known_models, names_near, run_of
-from megalite.planner.cost.shapes import parameters
+from megalite.planner.cost.stage_parameters import parameters
 from tests.helpers.commands import command_line
 
 

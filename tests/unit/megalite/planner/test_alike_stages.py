@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from benchmarks.planner.published import nodes_of
 from megalite.config import ModelConfig
-from megalite.planner.cost import shapes
+from megalite.planner.cost import stage_parameters
 from megalite.planner.cost.memory import CPU, CUDA, memory_of
-from megalite.planner.cost.shapes import stage_shapes
+from megalite.planner.cost.stage_parameters import stage_shapes
 from megalite.planner.cost.step_time import step_time
 from megalite.planner.workload import ParallelLayout, TrainingWorkload
 from megalite.schedules import simulation
@@ -61,13 +61,13 @@ def test_alike_stages_share_their_figures(
         return [(memory_of(job, CUDA), memory_of(job, CPU), step_time(job, cluster)) for job in jobs]
 
     shared = figures()
-    kinds = {shape.like for shape in shapes.stages_of_job(plain)}
+    kinds = {shape.like for shape in stage_parameters.stages_of_job(plain)}
 
     def each_by_itself(*arguments: Any) -> Any:
         return tuple(replace(shape, like=stage) for stage, shape in enumerate(stage_shapes(*arguments)))
 
-    monkeypatch.setattr(shapes, "stage_shapes", each_by_itself)
-    assert [shape.like for shape in shapes.stages_of_job(plain)] == list(range(6))
+    monkeypatch.setattr(stage_parameters, "stage_shapes", each_by_itself)
+    assert [shape.like for shape in stage_parameters.stages_of_job(plain)] == list(range(6))
     assert figures() == shared
     assert 2 <= len(kinds) < 6 or "mlp_only_layers" in model
 

@@ -18,12 +18,12 @@ from megalite.config import Config, ConfigError, resolve_layout
 from megalite.config.auto import AUTO, CHOOSABLE
 from megalite.config.suggestions import OptionPath, dotted
 from megalite.planner import search as module
-from megalite.planner.choice import ERROR, RECOMPUTE_MODES, ROOMY, doubts
-from megalite.planner.contexts import contexts
 from megalite.planner.cost.memory import CPU, Device, memory_of
 from megalite.planner.cost.step_time import StepTime
 from megalite.planner.explanation import BACKGROUND, caveats, explain, why_nothing_fits
 from megalite.planner.hardware import Cluster, ClusterFile, cluster_of
+from megalite.planner.layout_choice import ERROR, RECOMPUTE_MODES, ROOMY, doubts
+from megalite.planner.longest_context import context_lengths
 from megalite.planner.search import DATA, TENSOR, Ranks, SearchResult, first_legal, search, smallest_that_fits
 from megalite.planner.workload import ParallelLayout, Recompute, TrainingWorkload
 from tests.helpers.machines import cpus
@@ -402,7 +402,7 @@ def test_the_longest_context_fits_and_a_longer_one_does_not() -> None:
     model = LLAMA_70B | {"num_hidden_layers": 4, "hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 1000}
     config = config_of(model | {"num_attention_heads": 8}, 16, 8192, precision={"dtype": "bf16"})
     cluster = nodes_of(1, "A100-40GB")
-    found = contexts(config, cluster, CHOOSABLE)
+    found = context_lengths(config, cluster, CHOOSABLE)
     lengths = [one.length for one in found]
     assert lengths[:2] == [8192, 16384] and len(lengths) > 3
     for one in found:
@@ -419,7 +419,7 @@ def test_the_longest_context_is_not_that_of_a_batch_that_replicas_cannot_share()
     model = LLAMA_70B | {"num_hidden_layers": 4, "hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 1000}
     config = config_of(model | {"num_attention_heads": 8}, 48, 8192, precision={"dtype": "bf16"})
     cluster, free = nodes_of(8, "A100-40GB"), CHOOSABLE - {TENSOR, module.PIPELINE}
-    found = contexts(config, cluster, free)
+    found = context_lengths(config, cluster, free)
     for one in found:
         assert one.best is not None and one.best.job.global_batch_size % cluster.accelerators == 0
     doubled = max(one.length for one in found if one.length & (one.length - 1) == 0)

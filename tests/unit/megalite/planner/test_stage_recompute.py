@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from benchmarks.planner.published import nodes_of
 from megalite.config import Config, ModelConfig, resolve_layout
-from megalite.planner.choice import RECOMPUTE_MODES, ROOMY
-from megalite.planner.cost.shapes import recompute_of_blocks, stages_of
+from megalite.planner.cost.stage_parameters import recompute_of_blocks, stages_of
 from megalite.planner.cost.step_time import step_time
 from megalite.planner.hardware import Cluster
+from megalite.planner.layout_choice import RECOMPUTE_MODES, ROOMY
 from megalite.planner.search import RECOMPUTE, fitted, needs
 from megalite.planner.workload import ParallelLayout, Recompute, TrainingWorkload
 from megalite.schedules.in_flight import most_in_flight

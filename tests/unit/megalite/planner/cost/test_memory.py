@@ -25,7 +25,7 @@ from benchmarks.planner.published import read
 from megalite.config import ModelConfig
 from megalite.planner.cost.memory import COPY, CPU, CUDA, TENSORS, Device, StageMemory, memory_of, with_process
 from megalite.planner.cost.model_states import BUCKET, deepspeed_states
-from megalite.planner.cost.shapes import parameters, stage_shapes
+from megalite.planner.cost.stage_parameters import parameters, stage_shapes
 from megalite.planner.workload import MEGALITE, ParallelLayout, TrainingWorkload
 
 

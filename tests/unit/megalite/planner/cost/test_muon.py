@@ -11,7 +11,7 @@ from megalite.config.suggestions import tensor_parallel_fits
 from megalite.parallel.collectives import TensorParallel
 from megalite.planner.cost.memory import CUDA, memory_of
 from megalite.planner.cost.muon import orthogonalized_numbers, orthogonalizing_flops
-from megalite.planner.cost.shapes import stage_shapes, stages_of_job
+from megalite.planner.cost.stage_parameters import stage_shapes, stages_of_job
 from megalite.planner.workload import ParallelLayout, TrainingWorkload
 from models.decoder import decoder_layers
 from tests.helpers.hub_models import HUB_MODELS, HubModel

@@ -9,10 +9,10 @@ import pytest
 
 from benchmarks.planner.published import gpt, nodes_of
 from megalite.planner.cost.communication_time import Ring, data_ring
+from megalite.planner.cost.communication_volumes import Moved, data_moved
 from megalite.planner.cost.overlapped_reduction import reduction_ends_s
-from megalite.planner.cost.shapes import stages_of_job
+from megalite.planner.cost.stage_parameters import stages_of_job
 from megalite.planner.cost.step_time import step_time
-from megalite.planner.cost.volumes import Moved, data_moved
 from megalite.planner.workload import ParallelLayout, TrainingWorkload
 from megalite.schedules.simulation import LastGradients, PipelineTimes, last_gradients
 from megalite.schedules.tables import Schedule

@@ -23,10 +23,10 @@ from benchmarks.planner.published import (
 from megalite.config import ModelConfig
 from megalite.config.sections import Dtype
 from megalite.planner.cost.communication_time import boundary_s, data_ring, tensor_ring
+from megalite.planner.cost.communication_volumes import Moved, data_moved, hidden_state_bytes
 from megalite.planner.cost.layer_time import Speed, block_work, dense_flops, head_flops, score_flops
-from megalite.planner.cost.shapes import parameters, stage_shapes, stages_of_job
+from megalite.planner.cost.stage_parameters import parameters, stage_shapes, stages_of_job
 from megalite.planner.cost.step_time import step_time
-from megalite.planner.cost.volumes import Moved, data_moved, hidden_state_bytes
 from megalite.planner.hardware import Cluster, catalogue
 from megalite.planner.workload import MEGALITE, ParallelLayout, TrainingWorkload
 from megalite.schedules.simulation import PipelineTimes, simulate_schedule

@@ -5,7 +5,7 @@ groups, and from that what travels over each link.
 
 Left out, because they vanish beside the rest in any model worth cutting: collectives of single numbers (losses, norms,
 counts of tokens), of single weight vectors (norms under sequence parallelism) and of one number per token. What is here
-is held against the collectives of real ranks by tests/planner.
+is held against the collectives of real ranks by tests/ranks/megalite/planner.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from itertools import pairwise
 
 from megalite.planner.cost.adapters import trained_numbers
 from megalite.planner.cost.muon import gathered_over_replicas, gathered_over_tensor_ranks
-from megalite.planner.cost.shapes import StageShape, embedding_parameters
+from megalite.planner.cost.stage_parameters import StageShape, embedding_parameters
 from megalite.planner.workload import BYTES, TrainingWorkload
 from megalite.schedules.tables import placement
 from megalite.units import Additive

@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megalite.config import Config, resolve_layout
 from megalite.monitor.steps.communication_meter import CommunicationMeter
 from megalite.parallel.mesh import Mesh
-from megalite.planner.cost.shapes import ChunkBlocks, StageShape, stages_of
-from megalite.planner.cost.volumes import Moved, Traffic, Volumes, traffic, volumes
+from megalite.planner.cost.communication_volumes import Moved, Traffic, Volumes, traffic, volumes
+from megalite.planner.cost.stage_parameters import ChunkBlocks, StageShape, stages_of
 from megalite.planner.workload import TrainingWorkload
 from megalite.tracing.tape import Tape
 from tests.helpers.engine_cases import Case, engine_of, global_batches, micro_batches_of
@@ -192,7 +192,7 @@ def test_weights_that_do_not_stay_are_gathered_twice_per_micro_batch(
     """As of a model with more than a billion parameters. At the turn from forward to backward the last layers' weights
     are still there: of this model's last stage the head, a tenth."""
     seen = [counted for counted, _ in run_ranks(_counted_step, case.world_size, case)]
-    monkeypatch.setattr("megalite.planner.cost.volumes.KEPT_BY_ZERO_3", 0)
+    monkeypatch.setattr("megalite.planner.cost.communication_volumes.KEPT_BY_ZERO_3", 0)
     for stage, moved in enumerate(_predicted(case).data):
         ranks = (2 * stage, 2 * stage + 1)
         measured = seen[2 * stage]

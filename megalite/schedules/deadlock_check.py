@@ -1,4 +1,4 @@
-"""Checks that the programs of all stages end if no message is buffered anywhere.
+"""Checks that no schedule deadlocks: the programs of all stages end even if no message is buffered anywhere.
 
 The rules are NCCL's. A stage's operations of one communicator run one at a time, in the order in which they were begun;
 a send ends only together with its reception. Beginning an operation takes no time; a pass waits for the message that

@@ -25,7 +25,7 @@ class ContextLength:
     best: LayoutCandidate | None
 
 
-def contexts(
+def context_lengths(
     config: Config, cluster: Cluster, free: frozenset[OptionPath], report: Callable[[str], None] = lambda text: None
 ) -> list[ContextLength]:
     """Returns the config's own length, its doubles as far as they fit, and the longest between the last two.

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megalite.schedules.deadlock_check import Communicators, check_programs
 from megalite.schedules.passes import PassKind, Task
 from megalite.schedules.program import Compute, Program, Receive, Send, forward_programs, programs_of, training_programs
-from megalite.schedules.rendezvous import Communicators, check_programs
 from megalite.schedules.tables import Schedule, chunks_needed, placement, splits_backward
 from tests.helpers.pipeline_schedules import DrawnSchedule, pipeline_schedules
 

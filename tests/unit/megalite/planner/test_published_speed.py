@@ -13,7 +13,7 @@ from megalite.config import ModelConfig
 from megalite.config.sections import PrecisionConfig
 from megalite.planner.cost.step_time import step_time
 from megalite.planner.hardware import Accelerator, PublishedSpeed, catalogue, find_link
-from megalite.planner.published import beside_published, best_published
+from megalite.planner.published_speed import beside_published, best_published
 from megalite.planner.workload import ParallelLayout, TrainingWorkload
 
 TABLES = Path(__file__).parents[4] / "benchmarks" / "published"

@@ -8,7 +8,7 @@ import torch
 from megalite.config.suggestions import tensor_parallel_fits
 from megalite.parallel.collectives import TensorParallel
 from megalite.parallel.mesh import stage_boundaries
-from megalite.planner.cost.shapes import stage_shapes
+from megalite.planner.cost.stage_parameters import stage_shapes
 from megalite.schedules.tables import Schedule, placement
 from models.decoder import decoder_layers
 from tests.helpers.hub_models import HUB_MODELS, HubModel
