@@ -24,7 +24,7 @@ from launch.errors import LaunchError
 from launch.runtime.logs import get_logger
 from launch.runtime.printing import print_result, say, visible
 from megalite.checkpoint.durable_files import NO_ROOM, write_durably
-from megalite.config.places import url_of
+from megalite.config.path_or_url import url_of
 from megalite.config.user_folders import may_be_written
 
 if TYPE_CHECKING:

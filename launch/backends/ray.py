@@ -42,7 +42,7 @@ from launch.trainer.start.run_config import load_run_config
 from launch.trainer.start.run_folder import lock_run_folder, make_run_folder
 from megalite.checkpoint.safe_files import UnsafeFile, check_file_is_safe, make_folder, write_small_file
 from megalite.config import Config
-from megalite.distributed.store_address import SECRET, new_secret
+from megalite.distributed.rank_admission import SECRET, new_secret
 from megalite.resilience.signals import STOP_SIGNALS
 
 log = get_logger("launch.backends.ray")  # this module also runs as __main__

@@ -16,7 +16,7 @@ from megalite.checkpoint.foreign_folders import foreign_checkpoint
 from megalite.checkpoint.manifest import LATEST, STEP, Manifest
 from megalite.checkpoint.remote.storage import Listed, Store, list_checkpoints
 from megalite.checkpoint.safe_files import read_small_file
-from megalite.config.places import url_of
+from megalite.config.path_or_url import url_of
 
 CHECKPOINTS = "checkpoints"  # subfolder of a run folder
 LEFT_OVER = re.compile(r"\.step_[0-9]+\.[a-z]+")  # folders of interrupted saves and deletions

@@ -63,7 +63,7 @@ from launch.trainer.start.run_folder import make_run_folder
 from megalite.checkpoint.safe_files import make_folder
 from megalite.config import Config, ConfigError
 from megalite.config.rules.known_bad import check_known_bad, installed_versions
-from megalite.distributed.store_address import SECRET, new_secret
+from megalite.distributed.rank_admission import SECRET, new_secret
 from megalite.planner.search import Ranks, first_legal
 from megalite.resilience.signals import exit_code_for
 

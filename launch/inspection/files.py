@@ -22,7 +22,7 @@ from launch.output import check_local
 from launch.runtime.run_lock import LockHolder, lock_holder
 from megalite.checkpoint.safe_files import read_small_file
 from megalite.config import Config, ConfigError, load_saved_config
-from megalite.config.places import url_of
+from megalite.config.path_or_url import url_of
 from megalite.monitor.events import EVENTS
 from megalite.monitor.line_files import object_of, whole_lines
 from megalite.monitor.sinks.jsonl import METRICS, is_record

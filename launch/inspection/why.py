@@ -22,9 +22,9 @@ from megalite.config import Config
 from megalite.config.rules.pipeline import PIPELINE, problems_with_pipeline
 from megalite.monitor.steps.message_pairs import whole_pipelines
 from megalite.monitor.steps.parts import PARTS
+from megalite.monitor.steps.pipeline_parts import PipelineParts, mean_parts, pipeline_parts, simulated_s
 from megalite.monitor.steps.predicted_parts import PartPair, beside_prediction
 from megalite.monitor.steps.timeline import Owner
-from megalite.monitor.steps.what_if import WhatIf, mean_parts, simulated_s, what_if
 from megalite.planner.search import CHUNKS, SCHEDULE
 from megalite.schedules.tables import Schedule
 from megalite.units import digits, percent, plural, seconds
@@ -66,7 +66,7 @@ class StepExplanation:
     run_dir: Path
     step: int
     owner: Owner  # of the lowest rank: the layout
-    pipeline: WhatIf | None  # None: the model is not cut into stages, or a sentence says why it cannot be told
+    pipeline: PipelineParts | None  # None: the model is not cut into stages, or a sentence says why it cannot be told
     faster: FasterSchedule | None  # that the config allows
     parts_s: Mapping[str, float]  # mean over ranks
     predicted_s: Mapping[str, float]  # by the planner's names; empty: there is no prediction
@@ -98,7 +98,7 @@ def explain_step(run_dir: Path, kept: KeptStep) -> StepExplanation:
         problems.append(f"step {kept.step}: {plural(left_out, 'rank')} of pipelines that lack a stage left out")
     pipeline = None
     try:
-        pipeline = what_if(timelines)
+        pipeline = pipeline_parts(timelines)
     except ValueError as error:
         problems.append(f"the pipeline is not taken apart: {error}")
     files = RunFiles.read(run_dir)
@@ -122,7 +122,7 @@ def _intervals(config: Config | None) -> dict[str, int]:
     return {part: every for part, every in asked.items() if every}
 
 
-def _faster(pipeline: WhatIf, config: Config, replicas: int) -> FasterSchedule | None:
+def _faster(pipeline: PipelineParts, config: Config, replicas: int) -> FasterSchedule | None:
     """Returns the schedule under which the measured stages would be noticeably faster, if there is one."""
     found, own_s = [], simulated_s(pipeline, Schedule(pipeline.schedule))
     for schedule in Schedule:
@@ -168,7 +168,7 @@ def _beside_the_passes(found: StepExplanation) -> Iterator[Loss]:
         yield Loss(shared, found.parts_s[part] / every, remedy)
 
 
-def _of_pipeline(pipeline: WhatIf, faster: FasterSchedule | None) -> Iterator[Loss]:
+def _of_pipeline(pipeline: PipelineParts, faster: FasterSchedule | None) -> Iterator[Loss]:
     remedy = REMEDIES["pipeline bubble"]
     if faster is not None:
         remedy += (
@@ -226,7 +226,7 @@ def advice(found: StepExplanation) -> str:
     return f"most would be gained from {loss.part}, {seconds(loss.seconds)} or {share} of the step: {loss.remedy}"
 
 
-def stages_table(pipeline: WhatIf, owner: Owner) -> Table:
+def stages_table(pipeline: PipelineParts, owner: Owner) -> Table:
     """Builds a table of the medians of each stage, of a micro-batch through all its chunks."""
     ranks = owner.tensor_parallel_size * owner.data_parallel_size
     rows = []

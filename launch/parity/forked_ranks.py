@@ -24,7 +24,7 @@ from typing import Any
 
 from launch.runtime.modules import FORK_SERVER_PRELOAD
 from launch.runtime.processes import end_with_parent
-from megalite.distributed.store_address import FOLDER, private_folder
+from megalite.distributed.rank_admission import FOLDER, private_folder
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload([FORK_SERVER_PRELOAD])

@@ -14,7 +14,7 @@ from launch.runtime.logs import get_logger
 from launch.runtime.modules import RANK, python_command
 from launch.runtime.processes import ProcessTree, StopRequest, StopSignals, wait_for
 from megalite.config import LaunchConfig
-from megalite.distributed.store_address import FOLDER, private_folder
+from megalite.distributed.rank_admission import FOLDER, private_folder
 from megalite.parallel.mesh import Mesh
 from megalite.resilience.signals import PREEMPTED_CODE, exit_code_for
 from megalite.units import plural

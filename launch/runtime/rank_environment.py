@@ -20,7 +20,7 @@ from launch.runtime import slurm_step
 from launch.runtime.devices import gpu_count
 from launch.runtime.local_ranks import free_port
 from megalite.checkpoint.safe_files import UnsafeFile, read_small_file
-from megalite.distributed.store_address import ATTEMPT as ATTEMPT
+from megalite.distributed.rank_admission import ATTEMPT as ATTEMPT
 
 Environment = Mapping[str, str]
 Reader = Callable[[Environment], "Rank | None"]

@@ -24,7 +24,7 @@ from typing import IO, Any
 from launch.runtime import slurm_step
 from launch.runtime.modules import START_WITNESS, python_command
 from launch.runtime.printing import say
-from megalite.distributed.store_address import FOLDER, is_loopback_address
+from megalite.distributed.rank_admission import FOLDER, is_loopback_address
 
 # by these a supervisor knows a rank (launch/cluster/ssh/agent.py), which a witness is not
 NUMBERS = ("RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")

@@ -23,7 +23,7 @@ from megalite.config.batch_stages import BatchSchedule, shapes_of
 from megalite.config.data import DataConfig
 from megalite.config.deepspeed import check_pass_through, offloads_to_nvme
 from megalite.config.model import ModelConfig
-from megalite.config.places import local_run_dir
+from megalite.config.path_or_url import local_run_dir
 from megalite.config.sections import (
     AdapterConfig,
     CheckpointConfig,

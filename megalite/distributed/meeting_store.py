@@ -15,7 +15,7 @@ from typing import TypeVar
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError
 
-from megalite.distributed.store_address import listen
+from megalite.distributed.rank_admission import listen
 
 log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")

@@ -1,7 +1,7 @@
 """The place where the ranks of a run meet: torch's store, where each rank notes how far it has come.
 
 torch waits there without a word until all ranks have come. Here each one leaves its number, so that rank 0 can say who
-is missing, and proves that it belongs to this attempt if the attempt has a secret (store_address.py).
+is missing, and proves that it belongs to this attempt if the attempt has a secret (rank_admission.py).
 
 torchrun keeps one store while it restarts ranks (--max-restarts), and ranks that it has ended cannot take their notes
 back. So rank 0 removes all notes when it comes, and ranks that still live renew theirs. torchrun's
@@ -25,8 +25,7 @@ from torch.distributed import DistError
 
 from megalite.distributed.errors import RendezvousFailed
 from megalite.distributed.meeting_store import join, serve
-from megalite.distributed.start_failures import CHALLENGE, End, FailureWatch, StartFailure
-from megalite.distributed.store_address import (
+from megalite.distributed.rank_admission import (
     FOLDER,
     SECRET,
     SharedSecret,
@@ -35,6 +34,7 @@ from megalite.distributed.store_address import (
     is_served,
     use_loopback,
 )
+from megalite.distributed.start_failures import CHALLENGE, End, FailureWatch, StartFailure
 from megalite.units import plural
 
 log = logging.getLogger(__name__)

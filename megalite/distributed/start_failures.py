@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed import DistError
 
 from megalite.distributed.meeting_store import answered_within, join, serve
-from megalite.distributed.store_address import SECRET, SharedSecret, is_served
+from megalite.distributed.rank_admission import SECRET, SharedSecret, is_served
 
 FAILED, HEARD, CHALLENGE = "megalite/failed", "megalite/heard", "megalite/challenge"  # keys of the store
 LOOK_S = 1.0  # between two looks at the store

@@ -28,8 +28,8 @@ from megalite.parallel.collectives import (
     stacked_slices,
     sum_of_stacked,
 )
+from megalite.parallel.gradient_accumulation_fusion import SumsGradients
 from megalite.parallel.shard import Initializer, Shard
-from megalite.parallel.weight_products import SumsGradients
 
 ONE_RANK = TensorParallel()
 Put = Callable[[nn.Parameter, Tensor, Tensor], None]  # `weight_gradients.WeightGradientQueue.put`
@@ -209,7 +209,7 @@ def linear(
 
 
 class LinearLayer(nn.Module):
-    """A layer whose weight `[out, in]` is an operand of one GEMM, whose gradient weight_gradients.py may put off."""
+    """A layer whose weight `[out, in]` is an operand of one GEMM, of which the weight gradient may be put off."""
 
     weight: nn.Parameter
     product: Callable[..., Tensor] = staticmethod(linear)  # with linear's arguments up to `tp`

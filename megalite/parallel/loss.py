@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from megalite.parallel.collectives import TensorParallel, all_gather, enter_parallel_region
+from megalite.parallel.gradient_accumulation_fusion import add_product, weight_product, wide_product
 from megalite.parallel.linear import multipliable
 from megalite.parallel.softmax_passes import compiled_passes
-from megalite.parallel.weight_products import add_product, weight_product, wide_product
 
 IGNORED = -100  # the target of a token that carries no loss, as in torch and transformers
 # of logits alive at once. Small chunks stay in a CPU's caches; on a GPU each chunk is one more pass over the fp32

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from megalite.parallel.weight_gradients import PutOffProduct, root_of_weight_gradients
+from megalite.parallel.deferred_weight_gradients import PutOffProduct, root_of_weight_gradients
 from tests.helpers.sizes import ODD_SIZES
 
 SIZES = ODD_SIZES | {"num_hidden_layers": 2, "initializer_range": 0.2}

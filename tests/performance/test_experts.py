@@ -12,8 +12,8 @@ from megalite.config import ModelConfig
 from megalite.config.sections import RouterConfig
 from megalite.engine.statistics.expert_counts import ExpertCounts
 from megalite.parallel.collectives import TensorParallel
+from megalite.parallel.deferred_weight_gradients import put_off_weight_gradients, root_of_weight_gradients
 from megalite.parallel.expert_balance import PlacedBalance
-from megalite.parallel.weight_gradients import put_off_weight_gradients, root_of_weight_gradients
 from models.experts import SparseMLP
 from tests.helpers.counting import CallLog
 from tests.performance.budgets import KERNELS_OF_BALANCE_LOSSES, KERNELS_OF_EXPERTS

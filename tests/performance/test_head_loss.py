@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._inductor import metrics
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megalite.parallel import loss, weight_products
+from megalite.parallel import gradient_accumulation_fusion, loss
 from megalite.parallel.collectives import TensorParallel
 
 # bytes per 16-bit logit: the GEMM writes it, one pass reads it, the next reads it and writes its gradient in its place,
@@ -87,7 +87,7 @@ class CountedProducts(TorchDispatchMode):
 @pytest.mark.parametrize("adds", [True, False], ids=["adds-in-the-gemm", "adds-a-product"])
 def test_the_sum_over_chunks_is_one_product_each_and_right(adds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways of 16-bit GEMMs on a GPU, with a stand-in for the one that torch has on CUDA only."""
-    monkeypatch.setattr(weight_products, "_adds_to_fp32", lambda device, dtype: adds)
+    monkeypatch.setattr(gradient_accumulation_fusion, "_adds_to_fp32", lambda device, dtype: adds)
     draw = torch.Generator().manual_seed(5)
     rows, width, chunks = 96, 40, 3
     deltas = [torch.randn(16, rows, generator=draw).half() for _ in range(chunks)]
@@ -104,7 +104,7 @@ def test_the_sum_over_chunks_is_one_product_each_and_right(adds: bool, monkeypat
 
 
 def test_a_cpu_adds_fp32_products_in_place_and_has_no_wide_gemm() -> None:
-    assert not weight_products._adds_to_fp32(torch.device("cpu"), torch.bfloat16)
+    assert not gradient_accumulation_fusion._adds_to_fp32(torch.device("cpu"), torch.bfloat16)
     rows, width = 96, 40
     x, weight = torch.randn(1, 3 * loss.CHUNK_TOKENS, width), torch.randn(rows, width)
     x.requires_grad_(), weight.requires_grad_()

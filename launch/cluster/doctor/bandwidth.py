@@ -21,7 +21,7 @@ from launch.cluster.ssh.connection import HostConnection, HostError, in_parallel
 from launch.output import Cell, StyledCell, Table
 from launch.runtime.import_path import import_variables
 from launch.runtime.modules import BANDWIDTH_RANK, INSTALLATION, python_command
-from megalite.distributed.store_address import SECRET, new_secret
+from megalite.distributed.rank_admission import SECRET, new_secret
 
 LIMIT_S = 90.0
 START_S = 10.0  # additional time to start a process and collect its output

@@ -11,8 +11,8 @@ from launch.pages.sections import PageSection, keys, number_table
 from launch.pages.svg import WIDE, AxisScale, Child, at_both_widths, bar, drawing, element, horizontal_axis, label
 from megalite.monitor.steps.message_pairs import transfers
 from megalite.monitor.steps.parts import HOLDS_COLLECTIVES, OWN_WORK, PARTS, part_of
+from megalite.monitor.steps.pipeline_parts import parts_by_rank
 from megalite.monitor.steps.timeline import RankTimeline, TimedNote
-from megalite.monitor.steps.what_if import parts_by_rank
 from megalite.tracing.activity import Phase
 from megalite.units import percent, plural, seconds
 

@@ -19,7 +19,7 @@ from launch.runtime.start_witness import will_be_restarted, witness
 from launch.runtime.startup_progress import StartupProgress
 from megalite.config import Config
 from megalite.distributed.errors import RendezvousFailed
-from megalite.distributed.store_address import is_loopback_address
+from megalite.distributed.rank_admission import is_loopback_address
 
 if TYPE_CHECKING:
     from megalite.distributed.start_failures import StartFailure

@@ -36,7 +36,7 @@ from megalite.checkpoint.manifest import (
     step_of,
 )
 from megalite.checkpoint.remote.errors import error_code, explained
-from megalite.config.urls import problem_with_url
+from megalite.config.store_url import problem_with_url
 
 PART_BYTES = 8 << 20  # of one file, sent or fetched in one request
 PARTS_AT_ONCE = 4  # together 32 MB of host memory

@@ -23,7 +23,7 @@ from megalite.config.foreign_words import Kind, kind_of, not_translated, stack
 from megalite.config.known_models import names_near, run_of
 from megalite.config.loading.secrets_in_config import secret_in_override, secrets_among
 from megalite.config.loading.secrets_in_text import without_secrets
-from megalite.config.places import problems_with_places
+from megalite.config.path_or_url import problems_with_places
 from megalite.config.rules.rules import broken_rules
 from megalite.config.suggestions import OptionPath, dotted, named_as, nearest_path, option_paths
 from megalite.config.yaml_text import MOST_CHARACTERS, LinePath, parse_yaml

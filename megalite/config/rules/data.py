@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from megalite.config.data import DataConfig, DataStage
-from megalite.config.places import url_of
+from megalite.config.path_or_url import url_of
 from megalite.config.rules.stages import problem_with_place, problems_with_order
+from megalite.config.store_url import problem_with_url
 from megalite.config.suggestions import multiples_near, nearest_name
-from megalite.config.urls import problem_with_url
 
 if TYPE_CHECKING:
     from megalite.config.config import Config

@@ -21,8 +21,8 @@ from megalite.config.rules.optimizer import problems_with_optimizer
 from megalite.config.rules.performance import problems_with_performance
 from megalite.config.rules.pipeline import problems_with_pipeline
 from megalite.config.rules.stages import problems_with_stages
+from megalite.config.store_url import problem_with_url
 from megalite.config.suggestions import multiples_near, tensor_parallel_fits, tensor_parallel_near
-from megalite.config.urls import problem_with_url
 
 OF_DEEPSPEEDS_REDUCTION = ("contiguous_gradients", "overlap_comm", "reduce_scatter", "use_multi_rank_bucket_allreduce")
 

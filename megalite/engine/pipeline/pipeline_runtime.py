@@ -14,8 +14,8 @@ from torch import Tensor
 from megalite.engine.pipeline.handover import Handover
 from megalite.engine.pipeline.stage_messages import MessageLayout, Transport
 from megalite.engine.stages import Chunk, Labels
+from megalite.parallel.deferred_weight_gradients import PutOffProduct, WeightGradientQueue, root_of_weight_gradients
 from megalite.parallel.layers import BlockInput
-from megalite.parallel.weight_gradients import PutOffProduct, WeightGradientQueue, root_of_weight_gradients
 from megalite.schedules.passes import PassKind
 from megalite.schedules.program import Compute, Message, MessageKind, Program, Receive, Send
 from megalite.tracing.activity import NOBODY, Activity, Operation

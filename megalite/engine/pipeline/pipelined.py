@@ -20,9 +20,9 @@ from megalite.engine.pipeline.pipeline_runtime import ProgramRun, StageContext
 from megalite.engine.pipeline.stage_messages import MessageLayout, PipelineGroups
 from megalite.engine.pipeline.tying import TiedHead, TiedWeight
 from megalite.engine.stages import TORCH_DTYPES, Chunk, Labels, Stage
+from megalite.parallel.deferred_weight_gradients import put_off_weight_gradients
 from megalite.parallel.layers import LayerSpec
 from megalite.parallel.mesh import Mesh, stage_boundaries
-from megalite.parallel.weight_gradients import put_off_weight_gradients
 from megalite.schedules.deadlock_check import check_programs
 from megalite.schedules.program import Program, forward_programs, training_programs
 from megalite.schedules.tables import Schedule, placement, splits_backward

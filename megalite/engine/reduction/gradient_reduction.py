@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalite.parallel.collectives import REDUCE_SCATTER
-from megalite.parallel.weight_products import add_product
+from megalite.parallel.gradient_accumulation_fusion import add_product
 from megalite.tracing.activity import Activity, Operation
 
 

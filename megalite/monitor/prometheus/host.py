@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megalite.config import Config
 from megalite.distributed.agreement import from_all_ranks
 from megalite.distributed.hosts import this_host
-from megalite.distributed.store_address import is_loopback_address
+from megalite.distributed.rank_admission import is_loopback_address
 from megalite.monitor.observer import Nonfatal
 from megalite.monitor.prometheus.endpoint import TARGETS, Endpoint, Rendering, write_targets
 from megalite.monitor.prometheus.families import OF_GPUS, rendered

@@ -7,9 +7,9 @@ from typing import Any
 
 from megalite.config import Config
 from megalite.config.tracking import TrackioConfig
-from megalite.monitor.kept_run import KeptRun
 from megalite.monitor.observer import Observer
 from megalite.monitor.records.step import StepRecord, flat_numbers
+from megalite.monitor.tracking_run import TrackingRun
 
 
 class TrackioSink(Observer):
@@ -23,7 +23,7 @@ class TrackioSink(Observer):
     def __init__(self, options: TrackioConfig, run_dir: Path, config: dict[str, Any]) -> None:
         import trackio
 
-        kept = KeptRun(run_dir, "trackio")
+        kept = TrackingRun(run_dir, "trackio")
         name = kept.name()
         self._run = trackio.init(
             project=options.project,

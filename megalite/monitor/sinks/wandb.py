@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 from megalite.config import Config
 from megalite.config.tracking import WandbConfig
-from megalite.monitor.kept_run import KeptRun
 from megalite.monitor.observer import Observer
 from megalite.monitor.records.step import StepRecord, flat_numbers
+from megalite.monitor.tracking_run import TrackingRun
 
 log = logging.getLogger(__name__)
 LONGEST_GROUP = 128  # letters, by wandb's rule
@@ -30,7 +30,7 @@ class WandbSink(Observer):
         import wandb
 
         _ignore_settings_here(wandb.Settings)
-        kept = KeptRun(run_dir, "wandb")
+        kept = TrackingRun(run_dir, "wandb")
         arguments: dict[str, Any] = {
             "project": options.project,
             "entity": options.entity,

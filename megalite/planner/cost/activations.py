@@ -195,7 +195,7 @@ class _Block:
 
     def _postponed(self) -> float:
         """Returns the bytes of what products for gradients of weights read: each linear layer's input and the gradient
-        of its output (megalite/parallel/weight_gradients.py)."""
+        of its output (megalite/parallel/deferred_weight_gradients.py)."""
         model = self.model
         attention = self.hidden + self.projected + self.projection_input + self.hidden
         if not model.has_experts(self.layer):

@@ -162,7 +162,7 @@ def _weight_without_gradient(rank: int) -> str:
 
 
 def test_zero_2s_hooks_need_the_gradient_of_each_input_of_autograd() -> None:
-    """So a weight whose gradient is put off is no such input: megalite/parallel/weight_gradients.py."""
+    """So a weight whose gradient is put off is no such input: megalite/parallel/deferred_weight_gradients.py."""
     (said,) = run_fresh_ranks(_weight_without_gradient, 1)
     assert "'NoneType' object has no attribute" in said, "fixed in DeepSpeed: weights may be inputs"
 

@@ -15,7 +15,7 @@ import pytest
 
 from launch.runtime.local_ranks import free_port
 from megalite.distributed.errors import MessageRefused, RendezvousFailed
-from megalite.distributed.store_address import SECRET, new_secret
+from megalite.distributed.rank_admission import SECRET, new_secret
 
 LIMIT = timedelta(seconds=60)
 

@@ -15,8 +15,8 @@ from launch.inspection.trace import write_trace
 from megalite.config import Config
 from megalite.engine.engine import Engine
 from megalite.monitor.steps.passes import passes_of
+from megalite.monitor.steps.pipeline_parts import pipeline_parts
 from megalite.monitor.steps.recorder import StepRecorder
-from megalite.monitor.steps.what_if import what_if
 from megalite.schedules.program import Send, training_programs
 from megalite.schedules.tables import Schedule
 from megalite.tracing.activity import Operation, Phase
@@ -83,7 +83,7 @@ def test_the_trace_of_every_schedule_is_sound(tmp_path: Path) -> None:
         assert len(of_training) == 2 * case.dp * messages, f"{case}: an arrow for each message of both steps"
         assert arrows == written.arrows and arrows > len(of_training), f"{case}: those of evaluations too"
         assert sum(len(passes_of(each)) for each in timelines.values()) == case.dp * passes, case
-        found = what_if(timelines)
+        found = pipeline_parts(timelines)
         assert found is not None and sum(found.parts_s.values()) == pytest.approx(found.span_s, abs=1e-9), case
 
 
@@ -114,7 +114,7 @@ def test_the_bubble_of_sleeping_stages_is_the_tables_and_a_slow_stage_is_named(t
     The idle share is compared: what the machine adds to each pass is in the bubble and in the work.
     """
     run_ranks(_sleeping, 4, tmp_path)
-    even, uneven = (what_if(read_kept_step(tmp_path, step).aligned.timelines) for step in (2, 3))
+    even, uneven = (pipeline_parts(read_kept_step(tmp_path, step).aligned.timelines) for step in (2, 3))
     assert even is not None and uneven is not None
     stages, micro_batches = SLEEPING.pp, SLEEPING.accumulation
     table = (stages - 1) / (micro_batches + stages - 1)

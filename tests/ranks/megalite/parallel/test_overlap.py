@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalite.parallel.collectives import Begun, TensorParallel
+from megalite.parallel.deferred_weight_gradients import put_off_weight_gradients
 from megalite.parallel.linear import ColumnParallelLinear
-from megalite.parallel.weight_gradients import put_off_weight_gradients
 from tests.helpers.counting import Call, CallLog
 from tests.helpers.rank_pool import run_ranks
 

@@ -20,8 +20,8 @@ from launch.inspection import why
 from launch.inspection.files import RunFiles
 from launch.inspection.timelines import format_numbers, read_kept_step
 from launch.inspection.trace import write_trace
+from megalite.monitor.steps.pipeline_parts import pipeline_parts
 from megalite.monitor.steps.timeline import RankTimeline, step_folder, write_timeline
-from megalite.monitor.steps.what_if import what_if
 from megalite.planner.cost.step_time import StepTime
 from megalite.schedules.simulation import PipelineTimes, simulate_schedule
 from megalite.schedules.tables import Schedule
@@ -203,7 +203,7 @@ def test_a_rank_without_a_sound_file_is_left_out_and_named(
 
 def test_only_whole_pipelines_are_taken_apart(run: Path) -> None:
     """A pipeline without one of its stages would show all of its waiting as transfer."""
-    whole = what_if(read_kept_step(run, 30).aligned.timelines)
+    whole = pipeline_parts(read_kept_step(run, 30).aligned.timelines)
     for rank, timeline in _timelines(30, slow=2.5).items():
         owner = timeline.owner.model_copy(update={"data_parallel_size": 2, "rank": 2 * rank})
         write_timeline(run, replace(timeline, owner=owner, unix=timeline.unix + 900))

@@ -19,7 +19,7 @@ import pytest
 from launch.runtime.local_ranks import ALLOCATOR_OPTIONS, rank_environment
 from launch.trainer.start.rank_devices import devices_of_ranks
 from megalite.config import ConfigError, LaunchConfig
-from megalite.distributed.store_address import FOLDER, is_private
+from megalite.distributed.rank_admission import FOLDER, is_private
 from megalite.resilience.signals import INTERRUPT_REPEAT_S, REPEAT_S
 from tests.e2e.test_supervise import MARK, marked, wait_until
 from tests.helpers.commands import ROOT

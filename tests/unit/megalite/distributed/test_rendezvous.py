@@ -19,8 +19,8 @@ from torch.distributed import TCPStore
 from launch.runtime.local_ranks import free_port
 from megalite.distributed import meeting_store, rendezvous
 from megalite.distributed.errors import RendezvousFailed
+from megalite.distributed.rank_admission import FOLDER, SECRET, new_secret
 from megalite.distributed.rendezvous import JOINED, Rendezvous
-from megalite.distributed.store_address import FOLDER, SECRET, new_secret
 
 LIMIT = timedelta(seconds=1.2)
 

@@ -19,9 +19,9 @@ from torch.distributed import DistError
 from launch.runtime.local_ranks import free_port
 from megalite.distributed import start_failures
 from megalite.distributed.meeting_store import join, serve
+from megalite.distributed.rank_admission import SECRET, SharedSecret, new_secret
 from megalite.distributed.rendezvous import Rendezvous
 from megalite.distributed.start_failures import FAILED, FailureWatch, StartFailure, note_failure, read_failure
-from megalite.distributed.store_address import SECRET, SharedSecret, new_secret
 
 LIMIT = timedelta(seconds=20)
 FAILURE = StartFailure(0, "node1", 2, "run_dir is full")

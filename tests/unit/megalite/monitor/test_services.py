@@ -19,10 +19,10 @@ from wandb.proto import wandb_internal_pb2
 from megalite.config import Config, ConfigError
 from megalite.config.sections import MonitorConfig, PrometheusConfig
 from megalite.config.tracking import WandbConfig
-from megalite.monitor.kept_run import KeptRun
 from megalite.monitor.requirements import check_monitoring, check_textfile
 from megalite.monitor.sinks import tensorboard, trackio
 from megalite.monitor.sinks.wandb import WandbSink
+from megalite.monitor.tracking_run import TrackingRun
 
 BLOCK = 1 << 15  # of wandb's file
 
@@ -168,11 +168,11 @@ def test_a_run_that_was_deleted_in_wandb_gets_another_one(tmp_path: Path, monkey
             raise wandb.errors.CommError("run us/p/gone1234 was previously created and deleted; try a new run name")
         return SimpleNamespace(define_metric=lambda *_, **__: None)
 
-    KeptRun(tmp_path, "wandb").keep("gone1234")
+    TrackingRun(tmp_path, "wandb").keep("gone1234")
     monkeypatch.setattr(wandb, "init", init)
     WandbSink(WandbConfig(enabled=True, mode="online"), tmp_path, {})
     assert [one["mode"] for one in begun] == ["online", "online"]
-    assert KeptRun(tmp_path, "wandb").name() == begun[1]["id"] != "gone1234"
+    assert TrackingRun(tmp_path, "wandb").name() == begun[1]["id"] != "gone1234"
 
 
 @pytest.mark.parametrize(

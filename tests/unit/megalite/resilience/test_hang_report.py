@@ -20,9 +20,9 @@ from torch import Tensor
 from megalite.config import ConfigError
 from megalite.engine.pipeline.pipeline_runtime import ProgramRun, StageContext
 from megalite.engine.pipeline.stage_messages import MessageLayout
+from megalite.parallel.deferred_weight_gradients import WeightGradientQueue
 from megalite.parallel.layers import BlockInput
 from megalite.parallel.mesh import Mesh
-from megalite.parallel.weight_gradients import WeightGradientQueue
 from megalite.resilience.hang_report import PARTNERS, NoResponse, explain
 from megalite.resilience.rank_state import RankState
 from megalite.schedules.program import Message, forward_programs, training_programs

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from megalite.engine.engine import Engine
 from megalite.engine.parameter_state import read_parameter
 from megalite.engine.reduction.gradient_reduction import Bucket, BucketSlice, GradientReducer
+from megalite.parallel.gradient_accumulation_fusion import SumsGradients
 from megalite.parallel.linear import LinearLayer
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.shard import Shard
-from megalite.parallel.weight_products import SumsGradients
 from megalite.tracing.activity import Activity, Operation, Phase
 from tests.helpers.engine_cases import Case, engine_of, global_batches, micro_batches_of
 from tests.helpers.rank_pool import RankFailure, run_fresh_ranks, run_ranks

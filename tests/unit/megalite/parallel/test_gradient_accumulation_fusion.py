@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megalite.parallel.gradient_accumulation_fusion import add_product
 from megalite.parallel.linear import linear
-from megalite.parallel.weight_products import add_product
 
 OUT, IN = 7, 5
 

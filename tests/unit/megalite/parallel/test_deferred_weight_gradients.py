@@ -21,11 +21,11 @@ from torch.utils._pytree import tree_iter
 from megalite.config import ModelConfig
 from megalite.parallel import linear
 from megalite.parallel.collectives import TensorParallel
+from megalite.parallel.deferred_weight_gradients import put_off_weight_gradients, root_of_weight_gradients
 from megalite.parallel.expert_balance import ExpertBalance
 from megalite.parallel.layers import SerialModel, make_layer, named_shards
 from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.loss import head_loss
-from megalite.parallel.weight_gradients import put_off_weight_gradients, root_of_weight_gradients
 from models.decoder import decoder_layers
 from tests.helpers.late_gradients import SIZES, late_gradients
 

@@ -1,4 +1,4 @@
-"""Tells a URL from a path of this machine: a `Path` merges the two slashes of a URL, which looks like a path then."""
+"""Tells URLs from paths in a config, since a `Path` merges a URL's slashes; refuses paths that a shell would change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Meeting places of ranks that are closed to others: a private folder, a socket on one address, a shared secret.
+"""Keeps strangers out of where ranks meet: a private folder, a socket on one address, or a shared secret.
 
 Ranks that one command starts on its host meet in a folder that only its user can open, so nothing listens for others
 and whoever gets in is known. All other ranks meet over TCP, at a store that cannot ask who is there. Those who start

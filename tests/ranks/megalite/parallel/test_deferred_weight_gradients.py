@@ -10,9 +10,9 @@ from torch import Tensor
 
 from megalite.config import ModelConfig
 from megalite.parallel.collectives import TensorParallel
+from megalite.parallel.deferred_weight_gradients import put_off_weight_gradients
 from megalite.parallel.layers import SerialModel, make_layer, named_shards
 from megalite.parallel.loss import head_loss
-from megalite.parallel.weight_gradients import put_off_weight_gradients
 from models.decoder import decoder_layers
 from tests.helpers.late_gradients import SIZES, late_gradients
 from tests.helpers.rank_pool import run_ranks

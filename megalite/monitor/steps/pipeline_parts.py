@@ -47,7 +47,7 @@ class Straggler:
 
 
 @dataclass(frozen=True)
-class WhatIf:
+class PipelineParts:
     """The time from the first pass of a step on any rank to the end of the last one, as parts that add up to it."""
 
     step: int
@@ -105,7 +105,7 @@ class WhatIf:
         return self.slowest_stage.seconds / fmean(stage.seconds for stage in self.stages)
 
 
-def what_if(timelines: Mapping[int, RankTimeline]) -> WhatIf | None:
+def pipeline_parts(timelines: Mapping[int, RankTimeline]) -> PipelineParts | None:
     """Takes the pipeline of a step apart; returns None where the model is not cut into stages.
 
     `timelines` are of one step and on one clock. Raises ValueError, with a sentence, where they do not hold whole steps
@@ -141,7 +141,7 @@ def what_if(timelines: Mapping[int, RankTimeline]) -> WhatIf | None:
         sum(max(0.0, min(each.end, ended) - max(each.start, began)) for each in of_rank)
         for of_rank in transfers(timelines).values()
     )
-    return WhatIf(
+    return PipelineParts(
         step=timelines[ranks_of[0][0]].step,
         schedule=schedule.value,
         chunks=chunks,
@@ -158,7 +158,7 @@ def what_if(timelines: Mapping[int, RankTimeline]) -> WhatIf | None:
     )
 
 
-def simulated_s(found: WhatIf, schedule: Schedule) -> float | None:
+def simulated_s(found: PipelineParts, schedule: Schedule) -> float | None:
     """Returns what the measured stages would take under a schedule, without transfers and jitter, in seconds.
 
     None where it needs the model cut in another way, or other numbers of micro-batches. Where the gradients of weights

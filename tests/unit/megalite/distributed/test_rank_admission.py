@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from launch.runtime.local_ranks import free_port
-from megalite.distributed.store_address import SharedSecret, is_private, listen, new_secret, private_folder
+from megalite.distributed.rank_admission import SharedSecret, is_private, listen, new_secret, private_folder
 
 
 def test_a_private_folder_is_for_one_user_and_leaves_nothing(tmp_path: Path) -> None:

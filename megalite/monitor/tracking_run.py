@@ -1,4 +1,4 @@
-"""The name under which a tracking service knows a run, kept in its folder, so that every session goes on with it."""
+"""The run of a tracking service that a run folder belongs to, by its name there: every session goes on with it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LONGEST_BYTES = 1 << 13
 NAME = re.compile(r"[^\x00-\x1f/\\]{1,128}")
 
 
-class KeptRun:
+class TrackingRun:
     """One file of a run folder. A copy of the folder is another run, a folder that was moved is the same."""
 
     def __init__(self, run_dir: Path, service: str) -> None:

@@ -1,4 +1,4 @@
-"""URLs of object stores in a config, which hold no secrets: a config is printed, and kept with every checkpoint."""
+"""Checks URLs of object stores in a config, which hold no secrets: a config is printed and kept with checkpoints."""
 
 from __future__ import annotations
 
