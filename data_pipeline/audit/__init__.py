@@ -1,1 +1,1 @@
-"""Answers what a sample holds, and which samples hold a document."""
+"""Audits prepared data: what a sample holds, which samples hold a document, whether every byte is right."""

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_pipeline.errors import DataError
-from data_pipeline.samples.opening import check_loss_mask
+from data_pipeline.samples.corpus_checks import check_loss_mask
 from data_pipeline.storage.indexed import IndexedTokens
 from data_pipeline.storage.loss_file import loss_path
 from data_pipeline.storage.meta import CorpusMeta, read_meta

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data_pipeline.errors import DataError
+from data_pipeline.tokenizers.folder_checks import TOKENIZER_CONFIG, configuration
 from data_pipeline.tokenizers.reading import HubTokenizer
-from data_pipeline.tokenizers.statements import TOKENIZER_CONFIG, configuration
 
 _TEMPLATE = "chat_template.jinja"
 _GENERATION = re.compile(r"{%-?\s*generation\s*-?%}")

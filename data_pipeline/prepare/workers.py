@@ -22,7 +22,7 @@ from typing import NamedTuple
 from data_pipeline.chat.encoder import ChatEncoder
 from data_pipeline.document import BadRows
 from data_pipeline.encoding.cutting import TextPiece
-from data_pipeline.encoding.piece_watch import LAST_WORDS, watch_pieces, watched
+from data_pipeline.encoding.piece_limits import LAST_WORDS, watch_pieces, watched
 from data_pipeline.errors import DataError, DataLimitError
 from data_pipeline.prepare.parts import PartStore, PartWriter
 from data_pipeline.prepare.plan import PreparationPlan

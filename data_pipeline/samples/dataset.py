@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_pipeline.errors import DataError, first_names
-from data_pipeline.samples.opening import (
+from data_pipeline.samples.corpus_checks import (
     check_arguments,
     common_vocabulary,
     content_digests,

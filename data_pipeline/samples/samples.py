@@ -1,4 +1,4 @@
-"""The samples of a run as those who read them see them, whichever way they are packed or mixed."""
+"""The interface of a run's samples for those who read them, whichever way they are packed or mixed."""
 
 from pathlib import Path
 from typing import Any, Protocol

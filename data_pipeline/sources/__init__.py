@@ -20,7 +20,7 @@ from typing import Protocol
 
 from data_pipeline.document import Document, OnBadRow
 from data_pipeline.errors import DataError
-from data_pipeline.neighbours import nearest
+from data_pipeline.path_suggestions import did_you_mean
 from data_pipeline.sources.chats import ChatDataset, ChatParquet, ChatRows
 from data_pipeline.sources.compressed import name_inside
 from data_pipeline.sources.csv_table import CsvTable
@@ -149,6 +149,6 @@ def _expand(spec: str) -> Sequence[Place]:
     if path.exists():
         raise DataError(f"source {spec} is a pipe or device, no file: write its text into one and give that")
     raise DataError(
-        f"source {spec} does not exist{nearest(path, also=[PYTHON_STDLIB])}: give a file, a folder, a glob, a URL, or "
-        "dataset:NAME for a data set"
+        f"source {spec} does not exist{did_you_mean(path, also=[PYTHON_STDLIB])}: give a file, a folder, a glob, a "
+        "URL, or dataset:NAME for a data set"
     )

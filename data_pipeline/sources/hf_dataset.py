@@ -19,7 +19,7 @@ from typing import Any
 
 from data_pipeline.document import Document, OnBadRow
 from data_pipeline.errors import DataError
-from data_pipeline.neighbours import nearest
+from data_pipeline.path_suggestions import did_you_mean
 from data_pipeline.sources.arrow_rows import documents_of
 from data_pipeline.sources.containment import CARDS, check_card, check_inside, check_saved
 from data_pipeline.sources.parquet import ParquetRows
@@ -233,7 +233,7 @@ class HfDataset:
         from huggingface_hub import HfApi
         from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
 
-        missing = f"{self.spec}: there is no file or folder {Path(name).absolute()}{nearest(Path(name))}"
+        missing = f"{self.spec}: there is no file or folder {Path(name).absolute()}{did_you_mean(Path(name))}"
         if not _HUB_NAME.fullmatch(name):
             raise DataError(f"{missing}: check the path")
         hub = HfApi()

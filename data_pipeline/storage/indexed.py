@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_pipeline.errors import DataError, first_names
-from data_pipeline.neighbours import nearest
+from data_pipeline.path_suggestions import did_you_mean
 from data_pipeline.storage.file_io import RandomAccessFile, sha256_of_file
 from data_pipeline.storage.loss_file import loss_path
 from data_pipeline.storage.paths import with_ending
@@ -173,8 +173,8 @@ class IndexedTokens:
             raise DataError(f"{self.prefix} is a folder of prepared data: give a prefix, such as {first_names(inside)}")
         start = "" if path.is_absolute() else " (relative paths start from the working directory)"
         raise DataError(
-            f"token file {path.absolute()} does not exist{nearest(self.prefix, '.idx')}{start}: give the prefix of a "
-            ".bin/.idx pair (without the ending), or write one with `megalite prepare`"
+            f"token file {path.absolute()} does not exist{did_you_mean(self.prefix, '.idx')}{start}: give the prefix "
+            "of a .bin/.idx pair (without the ending), or write one with `megalite prepare`"
         )
 
     def _loss_mask(self) -> RandomAccessFile | None:

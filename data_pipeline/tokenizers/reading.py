@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from data_pipeline.errors import DataError, DataLimitError, first_names
 from data_pipeline.limited_process import LimitedProcess, ProcessRefusal
-from data_pipeline.neighbours import nearest
+from data_pipeline.path_suggestions import did_you_mean
 from data_pipeline.storage.file_io import refuse_lfs_pointer, sha256_of_file
-from data_pipeline.tokenizers.statements import (
+from data_pipeline.tokenizers.folder_checks import (
     TOKENIZER,
     TOKENIZER_CONFIG,
     check_stated_ids,
@@ -73,7 +73,7 @@ def inspect_tokenizer(tokenizer: Path) -> TokenizerFile:
     if path.is_file() and path.name != TOKENIZER:
         raise DataError(f"tokenizer {tokenizer} is a file of another name: give tokenizer.json, or its folder")
     if not path.is_file():
-        there = "has no tokenizer.json" if tokenizer.exists() else f"does not exist{nearest(tokenizer)}"
+        there = "has no tokenizer.json" if tokenizer.exists() else f"does not exist{did_you_mean(tokenizer)}"
         raise DataError(
             f"tokenizer {tokenizer} {there}: give a folder written by `save_pretrained`, or train one "
             "with `megalite prepare --train-vocab-size`"

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_pipeline.neighbours import nearest
+from data_pipeline.path_suggestions import did_you_mean
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.foreign_folders import foreign_checkpoint
 from megalite.checkpoint.manifest import LATEST, STEP, Manifest
@@ -89,7 +89,7 @@ def _nothing_in(place: str) -> CheckpointError:
         return CheckpointError(f"{place}: there is no such folder, and a URL has two slashes: {url}")
     if not path.is_dir():
         return CheckpointError(
-            f"{place}: {'is a file, no folder' if path.exists() else f'there is no such folder{nearest(path)}'}"
+            f"{place}: {'is a file, no folder' if path.exists() else f'there is no such folder{did_you_mean(path)}'}"
         )
     if foreign := foreign_checkpoint(path):
         return CheckpointError(f"{place}: holds {foreign[0]}, which is not read here: {foreign[1]}")

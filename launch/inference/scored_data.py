@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from data_pipeline.document import refuse_bad_row
+from data_pipeline.evaluation_windows import Window, document_windows, equally_long_batches
 from data_pipeline.loader import BatchPlan, global_batch
 from data_pipeline.samples.samples import Samples
 from data_pipeline.samples.token_stream import Split
 from data_pipeline.sources import Source, open_sources
 from data_pipeline.storage.paths import with_ending
-from data_pipeline.windows import Window, document_windows, equally_long_batches
 from launch.errors import LaunchError
 from launch.inference.command_options import EvaluateOptions
 from launch.inference.session import Loaded

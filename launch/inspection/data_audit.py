@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from data_pipeline.audit.contents import SampleContent, content_of, readings_of
+from data_pipeline.audit.sample_contents import SampleContent, content_of, readings_of
 from data_pipeline.tokenizers.reading import inspect_tokenizer, with_limits
 from launch.checkpoints.listing import CHECKPOINTS
 from launch.conversion.huggingface.checkpoint_tokenizer import KEPT

@@ -8,7 +8,7 @@ from itertools import pairwise
 from math import floor
 from pathlib import Path
 
-from data_pipeline.audit.contents import as_mix
+from data_pipeline.audit.sample_contents import as_mix
 from data_pipeline.samples.mix import MixedSamples
 from launch.output import Table
 from launch.runtime.logs import get_logger

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, field_validator, model_validator
 
-from data_pipeline.neighbours import nearest
+from data_pipeline.path_suggestions import did_you_mean
 from launch.errors import LaunchError
 from launch.output import check_local
 from launch.runtime.run_lock import LockHolder, lock_holder
@@ -183,7 +183,7 @@ def check_is_run(folder: Path) -> None:
         return
     check_local_folder(folder)
     if not folder.is_dir():
-        what = "is a file" if folder.exists() else f"does not exist{nearest(folder)}"
+        what = "is a file" if folder.exists() else f"does not exist{did_you_mean(folder)}"
         raise LaunchError(f"{folder} {what}: give the folder of a run, its run_dir; `megalite ls FOLDER` lists runs")
     for above in folder.resolve().parents:
         if is_run(above):

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.neighbours import nearest
+from data_pipeline.path_suggestions import did_you_mean
 from launch.checkpoints.listing import CHECKPOINTS
 from launch.errors import LaunchError
 from launch.inspection.files import check_local_folder, is_run
@@ -37,7 +37,7 @@ def list_runs(root: Path, depth: int, advance: Callable[[str], None] = lambda na
     """
     check_local_folder(root)
     if not root.is_dir():
-        what = "is a file" if root.exists() else f"does not exist{nearest(root)}"
+        what = "is a file" if root.exists() else f"does not exist{did_you_mean(root)}"
         raise LaunchError(f"{root} {what}: give a folder with runs in it, such as the one above a run_dir")
     found = []
     for folder in _run_folders(root, depth):

@@ -16,7 +16,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any, get_args
 
-from data_pipeline.neighbours import nearest
+from data_pipeline.path_suggestions import did_you_mean
 from launch.errors import LaunchError
 from launch.migration.shell import flags_of, listed_arguments
 from megalite.config import ConfigError
@@ -91,7 +91,7 @@ def _text(path: Path) -> str:
     except IsADirectoryError:
         raise LaunchError(f"{path} is a folder: give its files") from None
     except FileNotFoundError:
-        raise LaunchError(f"{path.absolute()} does not exist{nearest(path)}: correct the path") from None
+        raise LaunchError(f"{path.absolute()} does not exist{did_you_mean(path)}: correct the path") from None
     if len(text) > MOST_CHARACTERS:
         raise LaunchError(f"{path} has more than {MOST_CHARACTERS:,} characters: give the part with the arguments")
     return text

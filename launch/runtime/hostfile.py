@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from data_pipeline.neighbours import nearest
+from data_pipeline.path_suggestions import did_you_mean
 from launch.errors import LaunchError
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -40,7 +40,7 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
             wanted = " and ".join(f"`{host.replace(':', ' slots=')}`" for host in str(path).split(","))
             raise LaunchError(f"--hostfile takes a file, not hosts: write {wanted} into one, a line each") from None
         raise LaunchError(
-            f"hostfile {path} does not exist{nearest(path)}: name one with lines such as `node1 slots=8`, or use "
+            f"hostfile {path} does not exist{did_you_mean(path)}: name one with lines such as `node1 slots=8`, or use "
             "`megalite train` for this machine alone"
         ) from None
     except (OSError, UnicodeDecodeError) as error:

@@ -15,13 +15,13 @@ from models.families.gpt_neox import GPT_NEOX
 from models.families.llama import LLAMA
 from models.families.mistral import MINISTRAL, MISTRAL
 from models.families.mixtral import MIXTRAL
+from models.families.nearest_family import advice_for
 from models.families.olmo2 import OLMO2
 from models.families.olmo3 import OLMO3
 from models.families.phi3 import PHI3
 from models.families.qwen2 import QWEN2
 from models.families.qwen3 import QWEN3
 from models.families.qwen3_moe import QWEN3_MOE
-from models.families.relatives import advice_for
 from models.families.smollm3 import SMOLLM3
 from models.families.starcoder2 import STARCODER2
 from models.hub.config_parts import FamilyError

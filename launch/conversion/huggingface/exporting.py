@@ -18,8 +18,8 @@ from torch import Tensor
 
 from data_pipeline.chat.turns import answer_end, opening_notice
 from data_pipeline.errors import DataError
+from data_pipeline.tokenizers.folder_checks import TOKENIZER_CONFIG
 from data_pipeline.tokenizers.reading import inspect_tokenizer
-from data_pipeline.tokenizers.statements import TOKENIZER_CONFIG
 from launch.conversion.huggingface.adapter_exporting import AdapterExport, export_adapters, plan_adapters
 from launch.conversion.huggingface.checkpoint_tokenizer import REMEDY, find_tokenizer
 from launch.conversion.huggingface.hub_folder import ENDS_OF_TURNS, model_of

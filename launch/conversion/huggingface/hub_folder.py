@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from data_pipeline.neighbours import nearest
+from data_pipeline.path_suggestions import did_you_mean
 from data_pipeline.storage.file_io import refuse_lfs_pointer
 from launch.errors import LaunchError
 from megalite.checkpoint.errors import CheckpointError
@@ -74,8 +74,8 @@ def _download(hub_id: str, patterns: list[str]) -> Path:
         if isinstance(error, LocalEntryNotFoundError):  # neither here from before nor reached
             why = f"no connection: `hf download {hub_id} --local-dir FOLDER` where there is one, and give FOLDER"
         raise LaunchError(
-            f"{hub_id}: there is no folder {Path(hub_id).absolute()}{nearest(Path(hub_id))}, and the hub did not give "
-            f"it: {why}"
+            f"{hub_id}: there is no folder {Path(hub_id).absolute()}{did_you_mean(Path(hub_id))}, and the hub did not "
+            f"give it: {why}"
         ) from None
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from data_pipeline.errors import DataError
 from data_pipeline.ownership import make_folder, only_we_write
-from data_pipeline.samples.opening import content_digests, matching_meta
+from data_pipeline.samples.corpus_checks import content_digests, matching_meta
 from data_pipeline.samples.packing_plan import PackingPlan, PackingRequest, write_plan
 from data_pipeline.samples.token_stream import Split
 from data_pipeline.storage.indexed import IndexedTokens

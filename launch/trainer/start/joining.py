@@ -1,4 +1,4 @@
-"""A rank among the others: it meets them, or ends with the one that has failed, and leaves with them."""
+"""Joins a rank to the others of its run: it meets them, or ends with the one that has failed, and leaves with them."""
 
 from __future__ import annotations
 

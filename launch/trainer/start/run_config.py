@@ -19,7 +19,7 @@ from launch.conversion.huggingface.hub_folder import hub_config, is_hub_model
 from launch.errors import LaunchError
 from launch.runtime.logs import get_logger
 from launch.runtime.rank_environment import Rank
-from launch.trainer.data.patterns import with_prefixes
+from launch.trainer.data.path_patterns import with_prefixes
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.huggingface.json_files import refuse_adapter
 from megalite.checkpoint.manifest import find_latest, no_checkpoint, read_manifest

@@ -14,6 +14,7 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from data_pipeline.errors import DataError
+from data_pipeline.evaluation_windows import document_windows, equally_long_batches
 from data_pipeline.loader import IGNORED_TARGET, BatchPlan, global_batch, prefetched_batches
 from data_pipeline.samples.best_fit import BestFitSamples
 from data_pipeline.samples.dataset import PackedSamples
@@ -21,7 +22,6 @@ from data_pipeline.samples.mix import Mix, MixedSamples, MixStage
 from data_pipeline.samples.packing_plan import PackingRequest, write_plan
 from data_pipeline.storage.indexed import IndexedTokens
 from data_pipeline.storage.indexed_writer import IndexedWriter
-from data_pipeline.windows import document_windows, equally_long_batches
 from tests.helpers.sample_views import positions, target_is_valid
 from tests.helpers.small_corpora import SMALL_CORPORA, SmallCorpora
 from tests.unit.data_pipeline.samples.test_dataset import EOS, give_meta, numbered_documents

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from data_pipeline.errors import DataError
 from data_pipeline.loader import IGNORED_TARGET, BatchPlan, global_batch
 from data_pipeline.samples.best_fit import BestFitSamples
+from data_pipeline.samples.corpus_checks import content_digests, matching_meta
 from data_pipeline.samples.dataset import PackedSamples, TooLong
-from data_pipeline.samples.opening import content_digests, matching_meta
 from data_pipeline.samples.packing_plan import PackingRequest, write_plan
 from data_pipeline.samples.samples import Samples
 from data_pipeline.storage.file_io import sha256_of_file

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from data_pipeline.encoding import piece_watch
+from data_pipeline.encoding import piece_limits
 from data_pipeline.errors import DataError
 from data_pipeline.prepare.plan import PrepareOptions
 from data_pipeline.prepare.prepare import prepare
@@ -173,7 +173,7 @@ def harm(
 ) -> tuple[Path, str, str]:
     """The folder of a tokenizer, a text at which it does harm, and what is said of it. Limits are small."""
     rules, text, says = HARM[request.param]
-    for module in (tokenizer_reading, piece_watch):
+    for module in (tokenizer_reading, piece_limits):
         if request.param == "memory":
             monkeypatch.setattr(module, "MEMORY_BYTES", 1 << 29)
         elif request.param == "time":

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from data_pipeline import neighbours
+from data_pipeline import path_suggestions
 from megalite.config import Config, ConfigError, load_config, resolve_layout, wanted_world_size
 from megalite.config.suggestions import nearest_path
 
@@ -23,7 +23,7 @@ def sections(model: type[BaseModel]) -> Iterator[type[BaseModel]]:
             yield from sections(field.annotation)
 
 
-@pytest.mark.parametrize("nearest", [nearest_path, neighbours.nearest])
+@pytest.mark.parametrize("nearest", [nearest_path, path_suggestions.did_you_mean])
 def test_a_misspelt_path_is_compared_with_so_many_names(
     nearest: Callable[[Path], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

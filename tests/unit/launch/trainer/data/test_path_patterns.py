@@ -11,7 +11,7 @@ import pytest
 from data_pipeline.errors import DataError
 from data_pipeline.storage.indexed import IndexedTokens
 from launch.trainer.data.opening import open_data
-from launch.trainer.data.patterns import with_prefixes
+from launch.trainer.data.path_patterns import with_prefixes
 from launch.trainer.start.resume import _check_data
 from launch.trainer.start.run_config import load_run_config
 from megalite.checkpoint.errors import CheckpointError

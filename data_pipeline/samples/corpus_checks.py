@@ -1,4 +1,4 @@
-"""Checks of corpora as they are opened, and what tells their content from another's."""
+"""Checks corpora as they are opened, and takes the digests that tell their content from another's."""
 
 import hashlib
 from collections.abc import Sequence

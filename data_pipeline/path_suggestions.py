@@ -1,4 +1,4 @@
-"""Finds what was probably meant by a path that does not exist."""
+"""Suggests what was probably meant by a path that does not exist."""
 
 from collections.abc import Collection
 from contextlib import suppress
@@ -9,7 +9,7 @@ from pathlib import Path
 _MOST_NAMES = 10_000  # of a folder that are compared with one
 
 
-def nearest(path: Path, ending: str = "", *, also: Collection[str] = ()) -> str:
+def did_you_mean(path: Path, ending: str = "", *, also: Collection[str] = ()) -> str:
     """Returns words about what was probably meant by a path that does not exist, beside it or beside a folder above it.
 
     `ending`: of the files that are meant, whose names are given without it; `also`: names that are no files.
@@ -18,7 +18,7 @@ def nearest(path: Path, ending: str = "", *, also: Collection[str] = ()) -> str:
         return f" (it is a link to {path.readlink()}, which is not there)"
     there = path.parent
     if not there.exists():
-        return nearest(there) if there != there.parent else ""
+        return did_you_mean(there) if there != there.parent else ""
     with suppress(OSError):
         found_names = (one.name for one in islice(there.iterdir(), _MOST_NAMES))
         names = [name.removesuffix(ending) for name in found_names if name.endswith(ending)]

@@ -1,4 +1,4 @@
-"""Reads what the files of a tokenizer's folder state, to compare it with what transformers makes of them.
+"""Checks what the files of a tokenizer's folder state against what transformers makes of them.
 
 transformers gives an added token the next free id where its stated one is not that, and says nothing: a model would be
 trained on other ids than its own.

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_pipeline.audit.contents import as_mix, content_of, readings_of
+from data_pipeline.audit.sample_contents import as_mix, content_of, readings_of
 from data_pipeline.errors import DataError
 from data_pipeline.samples.dataset import PackedSamples
 from data_pipeline.samples.mix import Mix, MixedSamples, MixStage

@@ -7,7 +7,7 @@ from itertools import chain
 import pytest
 
 from models.families import FAMILIES, family
-from models.families.relatives import OTHER_KINDS, RELATIVES
+from models.families.nearest_family import OTHER_KINDS, RELATIVES
 from models.hub.config_parts import FamilyError
 
 

@@ -1,4 +1,4 @@
-"""Names, for a model that is not supported, the supported family to begin with.
+"""Names the supported family that is nearest to a model which is not supported, to begin with.
 
 In: transformers' `model_type`. Out: the end of a sentence about it.
 """

@@ -1,4 +1,4 @@
-"""Cuts whole documents into windows, for evaluation.
+"""Cuts whole documents into windows, in which every token is scored once, for evaluation.
 
 Each token is predicted once. A document t[0] ... t[T-1] has T - 1 tokens to predict: the first one has no context. A
 window reads up to `length` tokens and predicts the token after each; windows begin `stride` tokens apart, and a token
