@@ -32,10 +32,10 @@ from launch.runtime.forwarded_environment import forwarded_environment
 from launch.runtime.import_path import CHECKOUT, import_variables
 from launch.runtime.local_ranks import free_port, rank_environment
 from launch.runtime.logs import get_logger
-from launch.runtime.modules import RANK, REAPER, python_command
 from launch.runtime.printing import say
 from launch.runtime.processes import ProcessTree, StopSignals
 from launch.runtime.rank_environment import ATTEMPT, PRIVATE, take_private_environment
+from launch.runtime.started_modules import RANK, REAPER, python_command
 from launch.supervision.supervisor import REAPER_S, AttemptEnd, CommandSupervisor, Policy, describe
 from launch.trainer.start.flags import split_flags
 from launch.trainer.start.run_config import load_run_config

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from launch.errors import LaunchError
 from launch.runtime.logs import get_logger
-from launch.runtime.modules import RAY_CLUSTER, python_command
+from launch.runtime.started_modules import RAY_CLUSTER, python_command
 
 log = get_logger("launch.backends.ray_cluster")
 

@@ -40,8 +40,8 @@ def compare(
     """
     from launch.inspection import comparison_report as report
     from launch.inspection.comparison import compare as compared
-    from launch.inspection.files import check_is_run
     from launch.inspection.history import RunHistory
+    from launch.inspection.run_files import check_is_run
     from launch.pages.skeleton import check_page_path
 
     if len(runs) < 2:

@@ -57,7 +57,7 @@ def init(
 
     weights = None
     if source is not None:
-        from launch.conversion.huggingface.hub_folder import hub_config, is_hub_model
+        from launch.conversion.huggingface.folder_lookup import hub_config, is_hub_model
         from megalite.config.known_models import names_near, run_text
 
         if not Path(source).exists() and (text := run_text(source)) is not None:
@@ -97,9 +97,9 @@ def from_(
 
     Example: `megalite config from pretrain_gpt.sh model.vocab_size=50257 -o config.yaml`
     """
-    from launch.migration.conversion import migrate
     from launch.migration.reading import kind_named, read_files
     from launch.migration.report import config_text, table_of
+    from launch.migration.translation import migrate
 
     paths = [Path(word) for word in files if "=" not in word or Path(word).exists()]
     overrides = [word for word in files if Path(word) not in paths]

@@ -64,7 +64,7 @@ def import_(
 
     Example: `megalite import ./Llama-3.2-1B runs/llama-1b/start`
     """
-    from launch.conversion.huggingface.hub_folder import is_hub_id
+    from launch.conversion.huggingface.folder_lookup import is_hub_id
     from megalite.checkpoint.atomic_folder import check_replaceable
 
     check_local(checkpoint, COPY)

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from launch.backends.job_generation import Delivery, fit_layout, load_checked_config
-from launch.backends.kubernetes import parsing
+from launch.backends.kubernetes import pod_options
 from launch.backends.kubernetes.manifests import Kind, PodJob, name_of, objects_of, to_yaml
 from launch.cli.options import AllowChange, ConfigPath, Force, OutputFile, Overrides, OverwriteFile, SharedRunDir
 from launch.errors import LaunchError
@@ -108,24 +108,24 @@ def k8s(
             "no --output-claim is given, and without one checkpoints would be lost with their pods: name a "
             "PersistentVolumeClaim that is ReadWriteMany"
         )
-    output_mount = parsing.claim(output_claim, "--output-claim", OUTPUT)
-    data = None if data_claim is None else parsing.claim(data_claim, "--data-claim", DATA)
+    output_mount = pod_options.claim(output_claim, "--output-claim", OUTPUT)
+    data = None if data_claim is None else pod_options.claim(data_claim, "--data-claim", DATA)
     if namespace is not None:
-        parsing.check(namespace, "namespace", "--namespace")
+        pod_options.check(namespace, "namespace", "--namespace")
     if service_account is not None:
-        parsing.check(service_account, "name of a ServiceAccount", "--service-account")
+        pod_options.check(service_account, "name of a ServiceAccount", "--service-account")
     if context is not None and not submit:
         raise LaunchError("--context belongs to --submit: without it nothing is sent")
-    placed, notices = parsing.config_in_pods(config, output_mount, data)
+    placed, notices = pod_options.config_in_pods(config, output_mount, data)
     if kind == "pytorchjob" and restarts:
         notices.append(IGNORES_EXIT_CODES)
     layout, ranks_per_node, more_notices = fit_layout(config, nodes, gpus_per_node)
-    user, user_notices = parsing.pod_user(run_as_user, pins_memory=rdma is not None)
-    notices += [*more_notices, *parsing.image_notices(image), *user_notices]
+    user, user_notices = pod_options.pod_user(run_as_user, pins_memory=rdma is not None)
+    notices += [*more_notices, *pod_options.image_notices(image), *user_notices]
     job = PodJob(
         kind=kind,
         has_cluster_runtime=runtime == "cluster",
-        name=parsing.job_name(name, config.run_dir, nodes),
+        name=pod_options.job_name(name, config.run_dir, nodes),
         namespace=namespace,
         image=image,
         nodes=nodes,
@@ -134,12 +134,12 @@ def k8s(
         config=placed.to_yaml(),
         output=output_mount,
         data=data,
-        limits=parsing.limits(cpu, memory, shared_memory, rdma),
+        limits=pod_options.limits(cpu, memory, shared_memory, rdma),
         shared_memory=shared_memory,
         pins_memory=rdma is not None,
-        node_selector=parsing.labels(node_selector or [], "--node-selector"),
-        labels=parsing.object_labels(label or []),
-        environment=parsing.variables(env or [], secret_env or []),
+        node_selector=pod_options.labels(node_selector or [], "--node-selector"),
+        labels=pod_options.object_labels(label or []),
+        environment=pod_options.variables(env or [], secret_env or []),
         service_account=service_account,
         user=user,
         has_network_policy=network_policy,
@@ -148,7 +148,7 @@ def k8s(
         grace_s=grace,
     )
     if memory is not None and not (gpus_per_node or force or config.unresolved_options):
-        _check_memory(config, layout, int(parsing.amount(memory, "--memory")), ranks_per_node)
+        _check_memory(config, layout, int(pod_options.amount(memory, "--memory")), ranks_per_node)
     ranks = f"{plural(nodes, 'node')} x {plural(ranks_per_node, 'rank')}"
     heading = f"megalite {own_version()}, {config_path}: {ranks}; {format_sizes(config, layout)}"
     delivery = Delivery(output, overwrite, submit, dry_run, as_json)
@@ -174,7 +174,7 @@ def _check_memory(config: Config, layout: ResolvedLayout, available: int, ranks:
 
 
 def _deliver(job: PodJob, heading: str, notices: list[str], delivery: Delivery, context: str | None) -> None:
-    from launch.backends.kubernetes.cluster import check, check_claims, create, open_cluster
+    from launch.backends.kubernetes.api_server import check, check_claims, create, open_cluster
 
     delivery.check()
     cluster, unchecked = None, []

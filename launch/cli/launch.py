@@ -35,7 +35,7 @@ from launch.trainer.start.flags import StartFlags
 from megalite.units import plural
 
 if TYPE_CHECKING:
-    from launch.cluster.supervisor import Options
+    from launch.cluster.hosts_supervisor import Options
     from launch.runtime.hostfile import Host
     from launch.trainer.start.checks import RunPosition
 
@@ -96,7 +96,7 @@ def launch(
     hosts = select_hosts(read_hostfile(hostfile), include, exclude)
     from launch.cluster.deepspeed_launcher import check_launcher, check_paths
     from launch.cluster.host_selection import likely_layout
-    from launch.cluster.supervisor import HostsSupervisor, Options
+    from launch.cluster.hosts_supervisor import HostsSupervisor, Options
     from launch.cluster.switch_topology import read_topology
     from launch.supervision.supervisor import Policy
     from launch.trainer.data.remote_data import awaited_copies

@@ -15,8 +15,8 @@ from launch.backends.job_generation import load_checked_config
 from launch.cli.options import AllowChange, ConfigPath, Force, Overrides, SharedRunDir
 from launch.errors import LaunchError
 from launch.runtime.logs import get_logger
-from launch.runtime.modules import RAY_DRIVER, python_command
 from launch.runtime.printing import say
+from launch.runtime.started_modules import RAY_DRIVER, python_command
 from launch.trainer.start.flags import StartFlags
 from megalite.config import Config, wanted_world_size
 from megalite.units import plural

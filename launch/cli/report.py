@@ -47,10 +47,10 @@ def report(
 
     Example: `megalite report runs/quickstart --open`
     """
-    from launch.inspection.files import check_is_run, is_run
     from launch.inspection.listing import list_runs
     from launch.inspection.page.index_page import INDEX, write_index_page
     from launch.inspection.page.run_page import FILE, write_run_page
+    from launch.inspection.run_files import check_is_run, is_run
     from launch.inspection.timelines import check_kept
     from launch.pages.skeleton import check_page_path
 

@@ -29,10 +29,10 @@ def status(
 
     Example: `megalite status runs/quickstart`
     """
-    from launch.inspection.files import check_is_run
-    from launch.inspection.report import SHOWN_EVENTS, status_lines
+    from launch.inspection.run_files import check_is_run
     from launch.inspection.status import as_json as facts_of
     from launch.inspection.status import read_status
+    from launch.inspection.status_output import SHOWN_EVENTS, status_lines
 
     check_is_run(run_dir)
     found = read_status(run_dir)
@@ -57,7 +57,7 @@ def ls(
     Example: `megalite ls runs`
     """
     from launch.inspection.listing import list_runs, row_of
-    from launch.inspection.report import runs_table
+    from launch.inspection.status_output import runs_table
 
     check_one_format(as_json=as_json, as_csv=as_csv)
     with spinner(f"searching {folder}") as show:

@@ -42,8 +42,8 @@ def trace(
 
     Example: `megalite trace runs/quickstart --step 100`
     """
-    from launch.inspection.files import check_is_run
     from launch.inspection.history import RunHistory
+    from launch.inspection.run_files import check_is_run
     from launch.inspection.timelines import check_kept, newest_step, steps_between, usual_step
 
     if step is not None and steps is not None:
@@ -76,20 +76,20 @@ def _range(text: str) -> tuple[int, int]:
 
 
 def _explain(run_dir: Path, step: int, as_json: bool) -> None:
-    from launch.inspection import why
+    from launch.inspection import step_explanation
     from launch.inspection.timelines import read_kept_step
 
-    found = why.explain_step(run_dir, read_kept_step(run_dir, step))
+    found = step_explanation.explain_step(run_dir, read_kept_step(run_dir, step))
     for sentence in found.problems:
         log.warning(sentence)
     if as_json:
-        print_json(why.as_json(found))
+        print_json(step_explanation.as_json(found))
         return
-    say(*why.sentences(found), sep="\n")
+    say(*step_explanation.sentences(found), sep="\n")
     if found.pipeline is not None:
-        why.stages_table(found.pipeline, found.owner).print()
-    why.prediction_table(found).print()
-    say(why.advice(found))
+        step_explanation.stages_table(found.pipeline, found.owner).print()
+    step_explanation.prediction_table(found).print()
+    say(step_explanation.advice(found))
 
 
 def _write(run_dir: Path, steps: list[int], output: Path | None, as_json: bool) -> None:

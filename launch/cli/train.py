@@ -21,7 +21,7 @@ from launch.cli.options import (
 )
 from launch.errors import LaunchError
 from launch.output import TRAIN_WORD_S, progress_lines
-from launch.runtime.modules import COMMAND_LINE, python_command
+from launch.runtime.started_modules import COMMAND_LINE, python_command
 from launch.trainer.start.flags import StartFlags
 from launch.trainer.start.run_config import load_run_config
 

@@ -7,8 +7,8 @@ import platform
 import typer
 
 from launch.runtime.checkout import git_state
-from launch.runtime.modules import INSTALLATION
 from launch.runtime.printing import say
+from launch.runtime.started_modules import INSTALLATION
 from megalite.config.versions import installed_version, own_version
 
 PACKAGES = ("torch", "deepspeed", "transformers", "numpy")

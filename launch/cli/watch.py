@@ -37,7 +37,7 @@ def watch(
 
     Example: `megalite watch runs/quickstart`
     """
-    from launch.inspection.files import check_is_run
+    from launch.inspection.run_files import check_is_run
 
     check_is_run(run_dir)
     try:

@@ -15,7 +15,6 @@ from typing import Any, Self
 
 from launch.cluster.ssh.connection import HostConnection, HostError, Refused, in_parallel
 from launch.runtime.logs import get_logger
-from launch.runtime.modules import REAPER, python_command
 from launch.runtime.processes import (
     TICK_S,
     ProcessTree,
@@ -24,6 +23,7 @@ from launch.runtime.processes import (
     StopSignals,
     decode_launcher_exit_code,
 )
+from launch.runtime.started_modules import REAPER, python_command
 from launch.supervision.liveness import STOPPED_S
 from launch.supervision.supervisor import AttemptEnd
 from megalite.resilience.signals import exit_code_for

@@ -19,7 +19,7 @@ from launch.errors import LaunchError
 from launch.runtime.forwarded_environment import PLAIN
 from launch.runtime.hostfile import Host, hostfile_text, include_filter
 from launch.runtime.import_path import PYTHON_PATH, import_variables
-from launch.runtime.modules import DEEPSPEED_RUNNER, RANK_SCRIPT, python_command
+from launch.runtime.started_modules import DEEPSPEED_RUNNER, RANK_SCRIPT, python_command
 from launch.trainer.start.flags import NO_FLAGS, StartFlags
 from megalite.config import Config
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from launch.errors import USER_ERRORS, LaunchError
 from launch.experiments.efficiency import ScalingPoint
 from launch.experiments.measurement import RunMeasurement
-from launch.inspection.files import check_is_run
+from launch.inspection.run_files import check_is_run
 
 MADE_ALIKE = {  # what runs must have in common, so that a token is the same work in each
     "model": lambda config: config.model,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Self
 
 from launch.errors import LaunchError
-from launch.inspection.files import Facts, RunFiles, known, number
+from launch.inspection.run_files import Facts, RunFiles, known, number
 from megalite.config import Config
 from megalite.monitor.steps.parts import COMMUNICATION, PARTS
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.errors import USER_ERRORS, LaunchError, sentences_of
-from launch.inspection.files import RunFiles
+from launch.inspection.run_files import RunFiles
 from launch.output import check_local
 from launch.runtime.run_lock import is_locked
 from launch.trainer.start.checks import CheckedRun, check_start

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from launch.errors import LaunchError
 from launch.experiments.measurement import RunMeasurement
 from launch.experiments.series import RunSeries, SeriesRun
-from launch.runtime.modules import COMMAND_LINE, python_command
 from launch.runtime.processes import TICK_S, ProcessTree, StopSignals
+from launch.runtime.started_modules import COMMAND_LINE, python_command
 from launch.supervision.run_progress import RunProgress
 from megalite.checkpoint.safe_files import read_end
 

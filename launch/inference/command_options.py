@@ -11,7 +11,7 @@ from data_pipeline.samples.token_stream import Split
 from data_pipeline.sources import open_sources
 from data_pipeline.storage.indexed import IndexedTokens
 from data_pipeline.storage.paths import is_url
-from launch.conversion.huggingface.hub_folder import is_hub_id
+from launch.conversion.huggingface.folder_lookup import is_hub_id
 from launch.errors import LaunchError
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.huggingface.json_files import CONFIG, refuse_adapter

@@ -15,7 +15,7 @@ from typing import Any
 from data_pipeline.storage.meta import read_meta
 from data_pipeline.tokenizers.reading import HubTokenizer
 from launch.conversion.huggingface.checkpoint_tokenizer import REMEDY, changed_since, find_tokenizer, given_tokenizer
-from launch.conversion.huggingface.hub_folder import ENDS_OF_TURNS, local_folder, model_of
+from launch.conversion.huggingface.folder_lookup import ENDS_OF_TURNS, local_folder, model_of
 from launch.conversion.huggingface.model_folder import ModelFolder, open_model_folder
 from launch.errors import LaunchError
 from launch.trainer.start.resume import IMPORTED, check_tokenizer

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from launch.checkpoints.summary import sizes_text
-from launch.inspection.files import number
 from launch.inspection.history import Column, RunHistory
+from launch.inspection.run_files import number
 from megalite.checkpoint.manifest import printable
 from megalite.config import Config
 from megalite.config.loading.secrets_in_text import without_secrets

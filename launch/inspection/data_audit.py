@@ -16,7 +16,7 @@ from launch.checkpoints.listing import CHECKPOINTS
 from launch.conversion.huggingface.checkpoint_tokenizer import KEPT
 from launch.errors import LaunchError
 from launch.inspection.data_plan import PositionedData, data_of
-from launch.inspection.files import CONFIG, check_is_run
+from launch.inspection.run_files import CONFIG, check_is_run
 from launch.trainer.data.run_mix import MixHistory
 from launch.trainer.start.run_config import load_run_config
 from megalite.checkpoint.huggingface.tokenizer_folder import TOKENIZER

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from launch.inspection.files import Facts, RunFiles
+from launch.inspection.run_files import Facts, RunFiles
 from megalite.monitor.line_files import stream_blocks
 from megalite.monitor.sinks.jsonl import METRICS, stream_records
 from megalite.monitor.sinks.steps import STEPS

@@ -11,7 +11,7 @@ from typing import Any
 from data_pipeline.path_suggestions import did_you_mean
 from launch.checkpoints.listing import CHECKPOINTS
 from launch.errors import LaunchError
-from launch.inspection.files import check_local_folder, is_run
+from launch.inspection.run_files import check_local_folder, is_run
 from launch.inspection.state import RunState
 from launch.inspection.status import RunStatus, read_status
 from launch.runtime.logs import get_logger

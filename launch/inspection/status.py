@@ -11,7 +11,7 @@ from typing import Any
 
 from launch.checkpoints.listing import CHECKPOINTS
 from launch.checkpoints.summary import sizes_text
-from launch.inspection.files import Facts, RunFiles, known, listed, number, seconds_between, time_of
+from launch.inspection.run_files import Facts, RunFiles, known, listed, number, seconds_between, time_of
 from launch.inspection.state import ENDINGS, RunState, Traces, infer_state, is_alive
 from launch.supervision.supervisor import LOG, announced_restart
 from megalite.checkpoint.manifest import STEP, find_latest, step_folders, step_of

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.errors import LaunchError
-from launch.inspection.files import EVENTS_BYTES, Facts, time_of
+from launch.inspection.run_files import EVENTS_BYTES, Facts, time_of
 from launch.inspection.timelines import read_kept_step
 from launch.output import check_writable, write_file
 from megalite.config.loading.secrets_in_text import without_secrets

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from launch.migration.conversion import OUTCOMES, MigratedConfig
+from launch.migration.translation import OUTCOMES, MigratedConfig
 from launch.output import Table
 from megalite.config.foreign_words import Kind, stack
 from megalite.config.yaml_text import to_yaml

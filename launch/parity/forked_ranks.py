@@ -22,8 +22,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from launch.runtime.modules import FORK_SERVER_PRELOAD
 from launch.runtime.processes import end_with_parent
+from launch.runtime.started_modules import FORK_SERVER_PRELOAD
 from megalite.distributed.rank_admission import FOLDER, private_folder
 
 _CONTEXT = multiprocessing.get_context("forkserver")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 from typing import Any
 
-from launch.runtime.modules import INSTALLATION
+from launch.runtime.started_modules import INSTALLATION
 
 
 def git_state() -> dict[str, Any] | None:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from launch.runtime.modules import INSTALLATION
+from launch.runtime.started_modules import INSTALLATION
 
 PYTHON_PATH = "PYTHONPATH"
 SAFE_PATH = "PYTHONSAFEPATH"  # Python puts neither the current folder nor that of a script on its path

@@ -11,8 +11,8 @@ from launch.errors import LaunchError
 from launch.runtime import host_probe
 from launch.runtime.devices import cpu_count
 from launch.runtime.logs import get_logger
-from launch.runtime.modules import RANK, python_command
 from launch.runtime.processes import ProcessTree, StopRequest, StopSignals, wait_for
+from launch.runtime.started_modules import RANK, python_command
 from megalite.config import LaunchConfig
 from megalite.distributed.rank_admission import FOLDER, private_folder
 from megalite.parallel.mesh import Mesh

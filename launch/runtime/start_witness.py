@@ -22,8 +22,8 @@ from types import TracebackType
 from typing import IO, Any
 
 from launch.runtime import slurm_step
-from launch.runtime.modules import START_WITNESS, python_command
 from launch.runtime.printing import say
+from launch.runtime.started_modules import START_WITNESS, python_command
 from megalite.distributed.rank_admission import FOLDER, is_loopback_address
 
 # by these a supervisor knows a rank (launch/cluster/ssh/agent.py), which a witness is not

@@ -19,8 +19,8 @@ from shlex import join
 from tempfile import TemporaryFile
 from typing import IO, TYPE_CHECKING, Any
 
-from launch.runtime.modules import EXPORT_PROCESS, python_command
 from launch.runtime.rank_environment import VARIABLES
+from launch.runtime.started_modules import EXPORT_PROCESS, python_command
 from launch.trainer.run_tokenizer import tokenizer_in_manifests
 from launch.trainer.start.resume import RunSetup, checkpoints_of, exports_of
 from launch.trainer.start.run_folder import layout_facts

@@ -8,8 +8,8 @@ from pathlib import Path
 from shlex import join
 
 from launch.runtime.logs import get_logger
-from launch.runtime.modules import COMMAND_LINE, python_command
 from launch.runtime.rank_environment import VARIABLES
+from launch.runtime.started_modules import COMMAND_LINE, python_command
 from megalite.monitor.observer import Observer
 
 log = get_logger(__name__)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from launch.runtime.modules import INSTALLATION
+from launch.runtime.started_modules import INSTALLATION
 from tests.conftest import write_config
 from tests.helpers.hosts import Cluster
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from launch.backends.job_generation import fit_layout
 from launch.cluster.doctor.preflight import PreflightReport
 from launch.cluster.host_selection import NotEnoughHosts, choose_hosts, likely_layout, per_node, wanted_ranks
-from launch.cluster.supervisor import HostAssignment, HostsSupervisor, Options
+from launch.cluster.hosts_supervisor import HostAssignment, HostsSupervisor, Options
 from launch.errors import LaunchError
 from launch.prediction import auto_layout as automatic
 from launch.prediction import cluster as places
@@ -367,7 +367,7 @@ def test_hosts_choose_anew_when_some_are_lost(
     auto: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Six ranks cut a batch of 12; two hosts that are left make another layout, which the run says."""
-    monkeypatch.setattr("launch.cluster.supervisor.hosts_cluster", small_cpus)
+    monkeypatch.setattr("launch.cluster.hosts_supervisor.hosts_cluster", small_cpus)
     config = load_run_config(auto, ["training.global_batch_size=12"])
     assert wanted_ranks(config, HOSTS, 0, "cpu") == 6 and likely_layout(config, HOSTS, 0)[1].world_size == 6
     first, ranks = supervisor_of(config, 1, monkeypatch)._with_layout(HOSTS, report_on(HOSTS))
@@ -392,7 +392,7 @@ def test_the_first_attempt_must_have_what_was_asked_for(auto: Path, monkeypatch:
 
 def test_hosts_that_are_too_few_for_any_layout_are_waited_for(auto: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two hosts, of which one comes back: neither what no rule allows nor what fits nowhere ends the supervisor."""
-    monkeypatch.setattr("launch.cluster.supervisor.hosts_cluster", small_cpus)
+    monkeypatch.setattr("launch.cluster.hosts_supervisor.hosts_cluster", small_cpus)
     four = load_run_config(auto, ["parallel.tensor_parallel_size=4"])
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     made = HostsSupervisor(four, HOSTS[:2], Policy(), Options())
@@ -404,13 +404,13 @@ def test_hosts_that_are_too_few_for_any_layout_are_waited_for(auto: Path, monkey
     def too_small(slots: Sequence[int], ranks: int, device: str, gpus: Sequence[str]) -> Cluster:
         return cpus(2, nodes=ranks // 2, memory_gib=0.001 if ranks < 4 else 4.0)
 
-    monkeypatch.setattr("launch.cluster.supervisor.hosts_cluster", too_small)
+    monkeypatch.setattr("launch.cluster.hosts_supervisor.hosts_cluster", too_small)
     made = HostsSupervisor(load_run_config(auto), HOSTS[:2], Policy(), Options())
     made._attempts = 2
     with pytest.raises(NotEnoughHosts, match="fits in no layout"):
         made._with_layout(HOSTS[:1], report_on(HOSTS[:1]))
     made._attempts = 1
-    monkeypatch.setattr("launch.cluster.supervisor.hosts_cluster", lambda *_: cpus(2, nodes=2, memory_gib=0.001))
+    monkeypatch.setattr("launch.cluster.hosts_supervisor.hosts_cluster", lambda *_: cpus(2, nodes=2, memory_gib=0.001))
     with pytest.raises(LaunchError, match="fits in no layout") as error:
         made._with_layout(HOSTS[:2], report_on(HOSTS[:2]))
     assert not isinstance(error.value, NotEnoughHosts)
@@ -418,7 +418,7 @@ def test_hosts_that_are_too_few_for_any_layout_are_waited_for(auto: Path, monkey
 
 def test_the_hosts_device_decides_how_many_ranks_there_are(auto: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before hosts are asked they are taken to have GPUs."""
-    monkeypatch.setattr("launch.cluster.supervisor.hosts_cluster", small_cpus)
+    monkeypatch.setattr("launch.cluster.hosts_supervisor.hosts_cluster", small_cpus)
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
 
     def only_two_on_a_cpu(config: Config, layout: Any, versions: Any, device: str) -> None:

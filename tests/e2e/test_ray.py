@@ -24,7 +24,7 @@ from launch.backends.ray import LOST_CODE, code_of
 from launch.backends.ray_cluster import LOCAL_SETTINGS, MODE, REFUSED, TOKEN, check_address
 from launch.cli.ray import ray
 from launch.errors import LaunchError
-from launch.runtime.modules import RAY_CLUSTER
+from launch.runtime.started_modules import RAY_CLUSTER
 from megalite.checkpoint.manifest import find_latest
 from tests.conftest import write_config
 from tests.helpers.audit import audit, events, steps_done

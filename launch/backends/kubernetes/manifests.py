@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 import yaml
 
-from launch.backends.kubernetes.parsing import HOME, INSTANCE, Claim, PodUser, Source
+from launch.backends.kubernetes.pod_options import HOME, INSTANCE, Claim, PodUser, Source
 from launch.errors import PREEMPTED_CODE, STOPPED_CODE, USER_ERROR_CODE, LaunchError
-from launch.runtime.modules import RANK
+from launch.runtime.started_modules import RANK
 from launch.trainer.start.flags import ALLOW_CHANGE, FORCE, SHARED_RUN_DIR, StartFlags
 
 Manifest = dict[str, Any]  # one Kubernetes object

@@ -20,7 +20,7 @@ from launch.cluster.doctor.preflight import PreflightReport
 from launch.cluster.ssh.connection import HostConnection, HostError, in_parallel
 from launch.output import Cell, StyledCell, Table
 from launch.runtime.import_path import import_variables
-from launch.runtime.modules import BANDWIDTH_RANK, INSTALLATION, python_command
+from launch.runtime.started_modules import BANDWIDTH_RANK, INSTALLATION, python_command
 from megalite.distributed.rank_admission import SECRET, new_secret
 
 LIMIT_S = 90.0

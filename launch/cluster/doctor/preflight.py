@@ -23,7 +23,7 @@ from launch.runtime import host_probe as local
 from launch.runtime.devices import Device
 from launch.runtime.gpu_probe import GPUS_S, gpu_facts
 from launch.runtime.hostfile import Host
-from launch.runtime.modules import INSTALLATION
+from launch.runtime.started_modules import INSTALLATION
 from launch.trainer.start.run_folder import PACKAGES
 from megalite.units import plural
 

@@ -24,7 +24,7 @@ from functools import partial
 from typing import IO, Any, TypeVar
 
 from launch.errors import LaunchError
-from launch.runtime.modules import AGENT, GPU_PROBE, HOST_PROBE
+from launch.runtime.started_modules import AGENT, GPU_PROBE, HOST_PROBE
 
 PROGRAM = (HOST_PROBE, GPU_PROBE, AGENT)
 LOADER = (  # executes all sources in one namespace

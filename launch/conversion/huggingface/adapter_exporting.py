@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from launch.conversion.huggingface.hub_folder import BASE_MODEL
+from launch.conversion.huggingface.folder_lookup import BASE_MODEL
 from launch.conversion.huggingface.model_folder import DTYPES
 from launch.conversion.huggingface.progress import ConversionPlan, ConvertSummary, ReportProgress
 from launch.conversion.huggingface.streaming import Stream, convert

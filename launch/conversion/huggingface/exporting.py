@@ -22,7 +22,7 @@ from data_pipeline.tokenizers.folder_checks import TOKENIZER_CONFIG
 from data_pipeline.tokenizers.reading import inspect_tokenizer
 from launch.conversion.huggingface.adapter_exporting import AdapterExport, export_adapters, plan_adapters
 from launch.conversion.huggingface.checkpoint_tokenizer import REMEDY, find_tokenizer
-from launch.conversion.huggingface.hub_folder import ENDS_OF_TURNS, model_of
+from launch.conversion.huggingface.folder_lookup import ENDS_OF_TURNS, model_of
 from launch.conversion.huggingface.model_folder import DTYPES
 from launch.conversion.huggingface.progress import ConversionPlan, ConvertSummary, ReportProgress, no_progress
 from launch.conversion.huggingface.serial_model import global_shapes

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from launch.conversion.huggingface.checkpoint_tokenizer import FILES_SHA256, files_sha256
-from launch.conversion.huggingface.hub_folder import is_hub_id, local_folder, model_of
+from launch.conversion.huggingface.folder_lookup import is_hub_id, local_folder, model_of
 from launch.conversion.huggingface.model_folder import DTYPES, ModelFolder, open_model_folder
 from launch.conversion.huggingface.progress import ConversionPlan, ConvertSummary, ReportProgress, no_progress
 from launch.conversion.huggingface.serial_model import global_shapes

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from launch.conversion.huggingface.checkpoint_tokenizer import has_sha256, is_same_tokenizer, tokenizer_sha256
-from launch.conversion.huggingface.hub_folder import local_folder, model_of_config
+from launch.conversion.huggingface.folder_lookup import local_folder, model_of_config
 from launch.conversion.huggingface.serial_model import global_shapes
 from launch.errors import LaunchError
 from megalite.checkpoint.errors import CheckpointError

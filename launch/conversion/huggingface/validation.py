@@ -18,7 +18,7 @@ import psutil
 from torch import Tensor
 
 from data_pipeline.tokenizers.reading import HubTokenizer
-from launch.conversion.huggingface.hub_folder import model_of
+from launch.conversion.huggingface.folder_lookup import model_of
 from launch.conversion.huggingface.progress import ReportProgress
 from launch.conversion.huggingface.serial_model import Read, global_shapes, serial_model
 from launch.errors import LaunchError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from xml.etree.ElementTree import Element
 
-from launch.inspection.page.findings import RunFindings, not_negative
+from launch.inspection.page.page_data import PageData, not_negative
 from launch.pages.sections import PageSection, keys, number_table
 from launch.pages.svg import AxisScale, at_both_widths, bar, drawing
 from megalite.monitor.goodput import CATEGORIES
@@ -15,7 +15,7 @@ HEIGHT = 34.0
 COLOURS = dict(zip(CATEGORIES, (2, 6, 4, 5, 8, 3, 1, 9, 10, 7), strict=True))
 
 
-def goodput_section(found: RunFindings) -> PageSection:
+def goodput_section(found: PageData) -> PageSection:
     """Draws the account of receipt.json."""
     known = not_negative(found.receipt.goodput.seconds)
     spent = {name: known[name] for name in CATEGORIES if known.get(name, 0.0) > 0}

@@ -15,7 +15,7 @@ from launch.inspection.history import RunHistory
 from launch.inspection.listing import RunSummary
 from launch.inspection.page.run_curves import curves_section
 from launch.inspection.page.run_page import FILE, title_of
-from launch.inspection.report import runs_table
+from launch.inspection.status_output import runs_table
 from launch.output import write_file
 from launch.pages.curves import Chart, Curves, Series
 from launch.pages.sections import PageSection, number_table

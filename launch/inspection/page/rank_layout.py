@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from xml.etree.ElementTree import Element
 
-from launch.inspection.page.findings import RunFindings
+from launch.inspection.page.page_data import PageData
 from launch.pages.sections import PageSection, keys, number_table
 from launch.pages.svg import Child, at_both_widths, bar, drawing, label
 from megalite.checkpoint.manifest import printable
@@ -20,7 +20,7 @@ ROOM_FOR_DIGIT = 7.0
 LONGEST_HOST = 24  # characters
 
 
-def layout_section(found: RunFindings) -> PageSection:
+def layout_section(found: PageData) -> PageSection:
     """Draws each rank at its place on the three axes, the slowest of each stage marked."""
     mesh = found.mesh
     if mesh is None:
@@ -52,7 +52,7 @@ def layout_section(found: RunFindings) -> PageSection:
     return PageSection("layout", "Layout", caption, figure, table)
 
 
-def _hosts(found: RunFindings) -> dict[int, str]:
+def _hosts(found: PageData) -> dict[int, str]:
     """Returns the host of each rank that has a timeline; of a run on one rank, that of its receipt."""
     if found.kept is not None:
         return {rank: each.owner.host for rank, each in sorted(found.kept.aligned.timelines.items())}

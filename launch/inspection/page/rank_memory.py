@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from xml.etree.ElementTree import Element
 
-from launch.inspection.page.findings import RunFindings
+from launch.inspection.page.page_data import PageData
 from launch.pages.sections import PageSection, keys, number_table
 from launch.pages.svg import WIDE, AxisScale, BarRows, Child, at_both_widths, bar, drawing, horizontal_axis, line
 from launch.prediction.prediction import format_error
@@ -15,7 +15,7 @@ NAMES, VALUES = 136.0, 110.0  # pixels
 MOST_ROWS = 32
 
 
-def memory_section(found: RunFindings) -> PageSection:
+def memory_section(found: PageData) -> PageSection:
     """Draws measured peaks as bars and predictions as marks; of many ranks the fullest one of each stage."""
     measured, stages, title = _measured(found), found.receipt.prediction.memory, "Peak memory by rank"
     predicted = {one.stage: peak * MIB for one in stages if one.stage is not None and (peak := one.peak_mib or 0) > 0}
@@ -52,7 +52,7 @@ def memory_section(found: RunFindings) -> PageSection:
     return PageSection("memory", title, caption, figure, table)
 
 
-def _measured(found: RunFindings) -> list[tuple[int, int, float]]:
+def _measured(found: PageData) -> list[tuple[int, int, float]]:
     """Returns rank, stage and peak in bytes of each rank that has one."""
     ranks, mesh = found.receipt.measured.ranks, found.mesh
     if mesh is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from xml.etree.ElementTree import Element
 
-from launch.inspection.page.findings import RunFindings
+from launch.inspection.page.page_data import PageData
 from launch.inspection.page.step_parts import COLOURS
 from launch.pages.sections import PageSection, keys, number_table
 from launch.pages.svg import WIDE, AxisScale, Child, at_both_widths, bar, drawing, element, horizontal_axis, label
@@ -24,7 +24,7 @@ LEAST_WIDTH = 0.3  # of a box that is drawn
 ROOM_FOR_DIGIT, AROUND_NUMBER = 6.4, 4.0
 
 
-def timeline_section(found: RunFindings) -> PageSection:
+def timeline_section(found: PageData) -> PageSection:
     """Draws the step on all ranks; of more than MOST_ROWS one of each stage."""
     title = "One step on all ranks"
     if found.kept is None:

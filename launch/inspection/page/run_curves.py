@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from launch.inspection.files import Facts, number
 from launch.inspection.history import RunHistory
+from launch.inspection.run_files import Facts, number
 from launch.pages.curves import MARKS, Chart, Curves, Mark, Series, chart_elements, curves_table, time_unit
 from launch.pages.sections import PageSection, keys
 from launch.pages.svg import element

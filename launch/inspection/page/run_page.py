@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from launch.inspection.history import RunHistory
-from launch.inspection.page.findings import RunFindings
 from launch.inspection.page.goodput_bar import goodput_section
+from launch.inspection.page.page_data import PageData
 from launch.inspection.page.rank_layout import layout_section
 from launch.inspection.page.rank_memory import memory_section
 from launch.inspection.page.ranks_timeline import timeline_section
@@ -36,11 +36,11 @@ def write_run_page(run_dir: Path, path: Path, step: int | None = None) -> None:
     Raises OSError where the run's steps or events cannot be read, LaunchError where `path` cannot be written.
     """
     written = time.strftime(", %Y-%m-%d %H:%M:%S UTC", time.gmtime())
-    found = RunFindings.of(RunHistory.read(run_dir), read_status(run_dir), step)
+    found = PageData.of(RunHistory.read(run_dir), read_status(run_dir), step)
     write_file(path, run_page(found, written=written))
 
 
-def run_page(found: RunFindings, *, written: str = "", tail: str = "") -> str:
+def run_page(found: PageData, *, written: str = "", tail: str = "") -> str:
     """Returns the page as HTML; `written` says when, `tail` is as in `render_page`."""
     curves = curves_of(found.history)
     run_dir = found.history.run_dir
@@ -71,7 +71,7 @@ def title_of(run_dir: Path) -> str:
     return "/".join(part for part in run_dir.resolve().parts[-2:] if part != "/") or str(run_dir)
 
 
-def subtitle_of(found: RunFindings) -> str:
+def subtitle_of(found: PageData) -> str:
     """Returns the model, the layout and the folder in a line."""
     config, status = found.history.files.config, found.status
     parts = [str(found.history.run_dir)]
@@ -85,7 +85,7 @@ def subtitle_of(found: RunFindings) -> str:
     return "; ".join(parts)
 
 
-def run_sections(found: RunFindings, curves: Curves) -> list[PageSection]:
+def run_sections(found: PageData, curves: Curves) -> list[PageSection]:
     """Returns the figures and tables in the order of the page."""
     return [
         curves_section(curves),

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from launch.inspection.files import number
-from launch.inspection.page.findings import RunFindings, not_negative
-from launch.inspection.why import advice
+from launch.inspection.page.page_data import PageData, not_negative
+from launch.inspection.run_files import number
+from launch.inspection.step_explanation import advice
 from launch.prediction.prediction import format_error, format_rough_error
 from megalite.checkpoint.manifest import printable
 from megalite.config.loading.secrets_in_text import without_secrets
@@ -22,7 +22,7 @@ LONGEST = 1000  # characters of a sentence
 WORTH = 0.02  # of the measured step, from which on a wrongly predicted part is named
 
 
-def sentences_of(found: RunFindings) -> list[str]:
+def sentences_of(found: PageData) -> list[str]:
     """Returns the findings, the most important first; then what the page lacks."""
     status = found.status
     said = [f"{str(status.state).capitalize()}: {status.reason}."]
@@ -37,7 +37,7 @@ def sentences_of(found: RunFindings) -> list[str]:
     return [without_secrets(sentence[:LONGEST]) for sentence in said]
 
 
-def _step(found: RunFindings) -> Iterator[str]:
+def _step(found: PageData) -> Iterator[str]:
     """Yields what dominated the steps."""
     parts = found.parts_s
     wall = sum(parts.values())
@@ -53,7 +53,7 @@ def _step(found: RunFindings) -> Iterator[str]:
     )
 
 
-def _slow_ranks(found: RunFindings) -> Iterator[str]:
+def _slow_ranks(found: PageData) -> Iterator[str]:
     slow = found.history.files.slow_ranks
     for event in slow[:NAMED]:
         sentence = event.get("sentence")
@@ -67,7 +67,7 @@ def _slow_ranks(found: RunFindings) -> Iterator[str]:
         yield "No rank is slower than the others of its stage."
 
 
-def _prediction(found: RunFindings) -> Iterator[str]:
+def _prediction(found: PageData) -> Iterator[str]:
     """Yields how far the prediction was off: of the whole step, and of the part that it missed most."""
     prediction, measured_s = found.receipt.prediction, found.receipt.measured.step_time_s
     predicted_s = prediction.step_time_s
@@ -83,7 +83,7 @@ def _prediction(found: RunFindings) -> Iterator[str]:
         yield printable(published[:1].upper() + published[1:]) + "."
 
 
-def _worst_part(found: RunFindings) -> str:
+def _worst_part(found: PageData) -> str:
     predicted_s = not_negative(found.receipt.prediction.parts_s)
     pairs = beside_prediction(predicted_s, found.parts_s) if found.parts_s else []
     off = [(pair.measured_s - (pair.predicted_s or 0.0), pair) for pair in pairs if pair.predicted_s is not None]

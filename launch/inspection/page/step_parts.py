@@ -7,7 +7,7 @@ from xml.etree.ElementTree import Element
 
 import numpy as np
 
-from launch.inspection.page.findings import RECENT, RunFindings
+from launch.inspection.page.page_data import RECENT, PageData
 from launch.pages.curves import count_text
 from launch.pages.sections import PageSection, keys, number_table
 from launch.pages.svg import (
@@ -55,7 +55,7 @@ COLOURS = {
 """The class of each part in all figures; parts that share one stand beside each other."""
 
 
-def parts_section(found: RunFindings) -> PageSection:
+def parts_section(found: PageData) -> PageSection:
     """Draws where the steps' time went over the run, mean over ranks."""
     parts, steps = found.history.parts_s, found.history.steps
     recorded = found.history.wall_s > 0
@@ -128,7 +128,7 @@ def _area(x: np.ndarray, heights: Mapping[str, np.ndarray], width: float) -> Ele
     )
 
 
-def stages_section(found: RunFindings) -> PageSection:
+def stages_section(found: PageData) -> PageSection:
     """Draws the parts of a step of each pipeline stage, mean over its ranks."""
     every = max(1, -(-len(found.stages) // MOST_STAGES))
     stages = dict(list(found.stages.items())[::every])

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from xml.etree.ElementTree import Element
 
-from launch.inspection.page.findings import RunFindings
-from launch.inspection.why import prediction_table, sentences
+from launch.inspection.page.page_data import PageData
+from launch.inspection.step_explanation import prediction_table, sentences
 from launch.output import StyledCell
 from launch.pages.sections import PageSection, keys, number_table
 from launch.pages.svg import WIDE, AxisScale, BarRows, Child, at_both_widths, bar, drawing, horizontal_axis, line, slug
@@ -19,7 +19,7 @@ COLOURS = {"predicted": "fill-9", "measured": "fill-0"}
 USEFUL = ("work", "computing")
 
 
-def waterfall_section(found: RunFindings) -> PageSection:
+def waterfall_section(found: PageData) -> PageSection:
     """Draws the parts of a pipelined step that add up to its span."""
     title, explanation = "What made the step as long as it was", found.explanation
     if explanation is None:
@@ -83,7 +83,7 @@ def _time_axis(scale: AxisScale, places: BarRows, what: str) -> Sequence[Element
     return horizontal_axis(scale, places.top - 6, places.bottom, ticks, f"time {what}")
 
 
-def prediction_section(found: RunFindings) -> PageSection:
+def prediction_section(found: PageData) -> PageSection:
     """Draws each predicted part of the step beside the measured one."""
     title, explanation = "Predicted beside measured", found.explanation
     if explanation is None:

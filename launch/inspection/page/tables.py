@@ -11,9 +11,9 @@ from typing import Any
 
 from data_pipeline.storage.paths import decimal_size
 from launch.inspection.comparison import default_of
-from launch.inspection.files import Facts, listed, number, time_of
-from launch.inspection.page.findings import RunFindings
-from launch.inspection.report import ACCOUNT
+from launch.inspection.page.page_data import PageData
+from launch.inspection.run_files import Facts, listed, number, time_of
+from launch.inspection.status_output import ACCOUNT
 from launch.pages.sections import PageSection, number_table
 from launch.pages.svg import element
 from megalite.checkpoint.manifest import printable
@@ -27,7 +27,7 @@ LONGEST_CELL = 120
 HIDDEN = "***"
 
 
-def communication_section(found: RunFindings) -> PageSection:
+def communication_section(found: PageData) -> PageSection:
     """Tabulates the communication of a step by stage, axis and operation, in the last line of steps.jsonl."""
     rows, wall_s = [], number(found.history.breakdowns[-1].get("wall_s")) if found.history.breakdowns else None
     for stage in found.last_breakdown:
@@ -59,7 +59,7 @@ def communication_section(found: RunFindings) -> PageSection:
     return PageSection("communication", "Communication", caption, [element("div", table, class_="wide")])
 
 
-def events_section(found: RunFindings) -> PageSection:
+def events_section(found: PageData) -> PageSection:
     """Tabulates the last events."""
     events = found.events[-MOST_EVENTS:]
     if not events:
@@ -86,7 +86,7 @@ def _cell(text: str) -> str:
     return text if len(text) <= LONGEST_CELL else f"{text[:LONGEST_CELL]}..."
 
 
-def settings_section(found: RunFindings) -> PageSection:
+def settings_section(found: PageData) -> PageSection:
     """Tabulates the settings that differ from their defaults; a secret is `***`."""
     config = found.history.files.config
     if config is None:
@@ -127,7 +127,7 @@ def _value(name: str, value: Any) -> str:
     return _cell(shown if isinstance(shown, str) else json.dumps(shown, default=str))
 
 
-def versions_section(found: RunFindings) -> PageSection:
+def versions_section(found: PageData) -> PageSection:
     """Tabulates the versions that ran, the machine of rank 0 and the command."""
     receipt = found.receipt
     rows = []

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from launch.inspection.page.findings import RunFindings
+from launch.inspection.page.page_data import PageData
 from launch.inspection.state import RunState
 from megalite.units import count, digits, percent, rounded, seconds
 
 UNKNOWN = "\N{EN DASH}"
 
 
-def tiles_of(found: RunFindings) -> dict[str, str]:
+def tiles_of(found: PageData) -> dict[str, str]:
     """Returns the numbers by their names, as `megalite status` counts them; what is not known is a dash."""
     status = found.status
     goodput = found.receipt.goodput.goodput

@@ -14,7 +14,7 @@ from hashlib import blake2b
 from pathlib import Path
 from threading import Lock
 
-from launch.inspection.page.findings import RunFindings
+from launch.inspection.page.page_data import PageData
 from launch.inspection.page.run_page import run_page
 from launch.inspection.status import read_status
 from launch.inspection.watching.live_run import LiveRun
@@ -49,7 +49,7 @@ class LivePage:
     def __init__(self, run_dir: Path) -> None:
         self._run = LiveRun(run_dir)
         self._lock = Lock()
-        self._found: RunFindings | None = None
+        self._found: PageData | None = None
         self._rendered: _Rendered | None = None
         self._next_look = 0.0
 
@@ -84,7 +84,7 @@ class LivePage:
                 before, history = self._run.offset, self._run.look()
                 status = read_status(self._run.run_dir)
                 has_gone_on = self._run.offset >= before  # else its steps are done again, also one that was kept
-                self._found = RunFindings.of(history, status, earlier=self._found if has_gone_on else None)
+                self._found = PageData.of(history, status, earlier=self._found if has_gone_on else None)
                 html = run_page(self._found, tail=SCRIPT.read_text(encoding="utf-8"))
                 self._rendered = _Rendered.of(html, self._run.offset)
                 took_s = time.thread_time() - began_s

@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from launch.inspection.files import Facts, RunFiles
 from launch.inspection.history import STEPS_BYTES, RunHistory, StepColumns
+from launch.inspection.run_files import Facts, RunFiles
 from launch.inspection.watching.tail import Added, Cursor
 from megalite.monitor.sinks.jsonl import METRICS
 from megalite.monitor.sinks.steps import STEPS

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from launch.inspection.files import Facts, number
 from launch.inspection.history import RunHistory
-from launch.inspection.report import progress_text, speed_text
+from launch.inspection.run_files import Facts, number
 from launch.inspection.state import RunState
 from launch.inspection.status import RunStatus, read_status
+from launch.inspection.status_output import progress_text, speed_text
 from launch.inspection.watching.live_run import LiveRun
 from launch.output import Cell, StyledCell
 from megalite.checkpoint.manifest import printable

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from launch.conversion.huggingface.checkpoint_tokenizer import changed_since
-from launch.conversion.huggingface.hub_folder import is_hub_id
+from launch.conversion.huggingface.folder_lookup import is_hub_id
 from launch.errors import LaunchError
 from launch.prediction.memory_check import MemoryForecast, forecast_memory, refuse_what_cannot_fit
 from launch.prediction.this_machine import UNMEASURED, cpu_memory, describe_machine

@@ -15,7 +15,7 @@ from data_pipeline.samples.mix import MixedSamples
 from data_pipeline.samples.samples import Samples
 from data_pipeline.storage.paths import decimal_size
 from launch.conversion.huggingface.checkpoint_tokenizer import KEPT, find_tokenizer, is_same_tokenizer
-from launch.conversion.huggingface.hub_folder import BASE_MODEL, ENDS_OF_TURNS, is_hub_model, lasting_place
+from launch.conversion.huggingface.folder_lookup import BASE_MODEL, ENDS_OF_TURNS, is_hub_model, lasting_place
 from launch.errors import LaunchError
 from launch.runtime.logs import get_logger
 from launch.runtime.rank_environment import Rank

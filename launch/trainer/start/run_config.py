@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from data_pipeline.errors import DataError
-from launch.conversion.huggingface.hub_folder import hub_config, is_hub_model
+from launch.conversion.huggingface.folder_lookup import hub_config, is_hub_model
 from launch.errors import LaunchError
 from launch.runtime.logs import get_logger
 from launch.runtime.rank_environment import Rank

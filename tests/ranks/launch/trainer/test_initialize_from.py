@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from data_pipeline.tokenizers.training import train_tokenizer
-from launch.conversion.huggingface import hub_folder
+from launch.conversion.huggingface import folder_lookup
 from launch.conversion.huggingface.importing import import_hugging_face
 from launch.conversion.huggingface.model_folder import open_model_folder
 from launch.errors import LaunchError
@@ -340,17 +340,17 @@ def test_a_model_of_the_hub_is_found_in_its_cache(
     monkeypatch.chdir(tmp_path)
     tuned["training"]["initialize_from"] = "some/model"
     fetched: list[list[str]] = []
-    download = hub_folder._download
+    download = folder_lookup._download
 
     def recorded(hub_id: str, patterns: list[str]) -> Path:
         fetched.append(patterns)
         return download(hub_id, patterns)
 
-    monkeypatch.setattr(hub_folder, "_download", recorded)
+    monkeypatch.setattr(folder_lookup, "_download", recorded)
     assert load(tuned, tmp_path).model.hidden_size == 48
-    assert fetched and hub_folder.WEIGHTS not in fetched  # a dry run needs none
+    assert fetched and folder_lookup.WEIGHTS not in fetched  # a dry run needs none
     assert open_model_folder(Path("some/model")).model.hidden_size == 48
-    assert hub_folder.WEIGHTS in fetched
+    assert folder_lookup.WEIGHTS in fetched
     tuned["training"]["initialize_from"] = "some/other"
     with pytest.raises(ValueError, match=r"some/other: there is no folder .*, and the hub did not give it"):
         load(tuned, tmp_path)

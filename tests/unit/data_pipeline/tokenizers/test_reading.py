@@ -20,7 +20,7 @@ from data_pipeline.prepare.prepare import prepare
 from data_pipeline.storage.meta import read_meta
 from data_pipeline.tokenizers import reading as tokenizer_reading
 from data_pipeline.tokenizers.reading import HubTokenizer, encoded, inspect_tokenizer, is_harmless
-from launch.conversion.huggingface.hub_folder import local_folder
+from launch.conversion.huggingface.folder_lookup import local_folder
 
 Files = dict[str, Any]
 TOKENS = ("<tool>", "<|endoftext|>", "it", "été", "<a b>", "\n\n")

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from data_pipeline.errors import DataError
 from launch.cli.app import app
 from launch.cli.slurm import seconds_of
-from launch.conversion.huggingface.hub_folder import SMALL_FILES
+from launch.conversion.huggingface.folder_lookup import SMALL_FILES
 from launch.errors import USER_ERROR_CODE, USER_ERRORS, LaunchError
 from megalite.checkpoint.errors import CheckpointError
 from tests.conftest import write_config

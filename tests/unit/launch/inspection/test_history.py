@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launch.inspection import history
-from launch.inspection.files import RunFiles
 from launch.inspection.history import RunHistory, read_columns
+from launch.inspection.run_files import RunFiles
 from megalite.config import ConfigError, load_config
 from tests.unit.launch.inspection.conftest import MakeRun
 

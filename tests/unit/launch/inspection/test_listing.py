@@ -12,7 +12,7 @@ import pytest
 from launch.errors import LaunchError
 from launch.inspection import listing
 from launch.inspection.listing import list_runs, row_of
-from launch.inspection.report import runs_table
+from launch.inspection.status_output import runs_table
 from tests.unit.launch.cli.test_mistakes import command
 from tests.unit.launch.inspection.conftest import MakeRun
 

@@ -13,12 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from launch.errors import LaunchError
-from launch.inspection.files import check_is_run
 from launch.inspection.history import RunHistory
 from launch.inspection.listing import list_runs, row_of
-from launch.inspection.report import status_lines
+from launch.inspection.run_files import check_is_run
 from launch.inspection.state import RunState, Traces, infer_state
 from launch.inspection.status import as_json, read_status
+from launch.inspection.status_output import status_lines
 from launch.runtime.run_lock import LOCK, take_lock
 from megalite.config import ConfigError, load_config
 from megalite.resilience.rank_registry import RankFile

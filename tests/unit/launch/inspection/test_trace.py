@@ -16,8 +16,8 @@ import yaml
 
 from launch.cli.app import main
 from launch.errors import USER_ERROR_CODE
-from launch.inspection import why
-from launch.inspection.files import RunFiles
+from launch.inspection import step_explanation
+from launch.inspection.run_files import RunFiles
 from launch.inspection.timelines import format_numbers, read_kept_step
 from launch.inspection.trace import write_trace
 from megalite.monitor.steps.pipeline_parts import pipeline_parts
@@ -118,14 +118,14 @@ def test_why_names_the_bubble_and_its_remedy(run: Path, capfd: pytest.CaptureFix
 
 def test_no_schedule_is_recommended_that_the_config_forbids(run: Path) -> None:
     """ZeRO-3 has no gradients of weights of their own; an unreadable config allows nothing."""
-    found = why.explain_step(run, read_kept_step(run, 10)).faster
+    found = step_explanation.explain_step(run, read_kept_step(run, 10)).faster
     assert found is not None and found.name == "zero-bubble"
     config = yaml.safe_load((run / "config.yaml").read_text())
     config["parallel"] |= {"pipeline_parallel_size": 4, "zero_stage": 3}
     for text, problems in ((yaml.safe_dump(config), 0), ("{", 1)):
         (run / "config.yaml").write_text(text)
         assert len(RunFiles.read(run).problems) == problems
-        assert why.explain_step(run, read_kept_step(run, 10)).faster is None
+        assert step_explanation.explain_step(run, read_kept_step(run, 10)).faster is None
 
 
 def test_why_names_a_slow_stage_as_imbalance(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -139,7 +139,7 @@ def test_why_names_a_slow_stage_as_imbalance(run: Path, capfd: pytest.CaptureFix
 
 def test_predicted_and_measured_parts_add_up_to_their_steps(run: Path) -> None:
     """None is counted twice, and none of the planner's parts is left out."""
-    found = why.explain_step(run, read_kept_step(run, 10))
+    found = step_explanation.explain_step(run, read_kept_step(run, 10))
     pairs = {pair.name: pair for pair in found.beside_prediction}
     assert sum(pair.measured_s for pair in pairs.values()) == pytest.approx(found.wall_s, abs=1e-12)
     predicted = sum(pair.predicted_s or 0.0 for pair in pairs.values())
@@ -148,7 +148,7 @@ def test_predicted_and_measured_parts_add_up_to_their_steps(run: Path) -> None:
         0.024
     )
     assert pairs["waiting for a neighbour"].predicted_s == pytest.approx(0.009)
-    assert why.prediction_table(found).rows[-1][2] == why.seconds(found.wall_s)  # type: ignore[index]
+    assert step_explanation.prediction_table(found).rows[-1][2] == step_explanation.seconds(found.wall_s)  # type: ignore[index]
 
 
 def test_without_a_prediction_or_with_that_of_another_layout_there_is_none(run: Path) -> None:
@@ -160,10 +160,10 @@ def test_without_a_prediction_or_with_that_of_another_layout_there_is_none(run: 
         ({"layout": 3}, "is of another layout than this step"),
     ):
         (run / "receipt.json").write_text(json.dumps(receipt | change))
-        found = why.explain_step(run, read_kept_step(run, 10))
+        found = step_explanation.explain_step(run, read_kept_step(run, 10))
         assert any(sentence in problem for problem in found.problems) and found.predicted_s == {}
         assert all(pair.predicted_s is None for pair in found.beside_prediction)
-        assert why.prediction_table(found).rows and why.advice(found)
+        assert step_explanation.prediction_table(found).rows and step_explanation.advice(found)
 
 
 def _damage(path: Path) -> None:
@@ -210,7 +210,7 @@ def test_only_whole_pipelines_are_taken_apart(run: Path) -> None:
         if timeline.owner.stage < 2:
             other = owner.model_copy(update={"data": 1, "rank": 2 * rank + 1})
             write_timeline(run, replace(timeline, owner=other, unix=timeline.unix + 900))
-    found = why.explain_step(run, read_kept_step(run, 30))
+    found = step_explanation.explain_step(run, read_kept_step(run, 30))
     assert whole is not None and found.pipeline is not None
     assert found.pipeline.parts_s == pytest.approx(whole.parts_s, abs=1e-9)
     assert any("2 ranks of pipelines that lack a stage left out" in each for each in found.problems), found.problems
@@ -229,7 +229,7 @@ def test_files_of_a_start_with_another_layout_are_left_out(run: Path) -> None:
 def test_a_record_that_was_cut_is_told(run: Path) -> None:
     cut = _timelines(30, slow=2.5)[3]
     write_timeline(run, replace(cut, is_cut=True, notes=cut.notes[:-5]))
-    found = why.explain_step(run, read_kept_step(run, 30))
+    found = step_explanation.explain_step(run, read_kept_step(run, 30))
     assert found.pipeline is None and any("ranks 3 did more than is recorded" in each for each in found.problems)
     assert write_trace(run, [30], run / "t.json.gz").problems == found.problems[:1]
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from launch.errors import LaunchError
-from launch.migration.conversion import MigratedConfig, _apply, migrate
 from launch.migration.derivation import Quantities
 from launch.migration.reading import TABLES, ForeignSetting, read_files
+from launch.migration.translation import MigratedConfig, _apply, migrate
 from megalite.config import Config, ConfigError, load_config
 from megalite.config.foreign_words import Kind, stack
 from tests.helpers.commands import command_line

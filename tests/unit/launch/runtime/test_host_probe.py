@@ -23,7 +23,7 @@ from launch.cluster.ssh.connection import HostConnection, connect_all
 from launch.runtime import gpu_probe
 from launch.runtime import host_probe as asked
 from launch.runtime.hostfile import Host
-from launch.runtime.modules import INSTALLATION
+from launch.runtime.started_modules import INSTALLATION
 
 
 def ask(**more: Any) -> dict[str, Any]:

@@ -27,8 +27,8 @@ from launch.errors import LaunchError
 from launch.runtime.forwarded_environment import environment_notices, forwarded_environment, user_environment_files
 from launch.runtime.hostfile import Host, hostfile_text, include_filter, read_hostfile, select_hosts
 from launch.runtime.import_path import import_variables
-from launch.runtime.modules import DEEPSPEED_RUNNER, python_command
 from launch.runtime.rank_environment import read_rank
+from launch.runtime.started_modules import DEEPSPEED_RUNNER, python_command
 from launch.trainer.start.run_config import load_run_config
 from tests.conftest import write_config
 from tests.helpers.canaries import loaded_from, plant

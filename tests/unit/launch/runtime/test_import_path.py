@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from launch.runtime.import_path import import_variables
-from launch.runtime.modules import INSTALLATION, python_command
+from launch.runtime.started_modules import INSTALLATION, python_command
 from tests.helpers.canaries import loaded_from, plant
 from tests.helpers.commands import BIN
 
@@ -25,7 +25,7 @@ found = {name: os.environ.get(name) for name in ("PYTHONPATH", "PYTHONSAFEPATH")
 print(json.dumps({"said": said, "path": sys.path, **found}))
 """
 SAFE = {
-    "modules.py": 1,
+    "started_modules.py": 1,
     "gpu_probe.py": 1,
     "this_machine.py": 1,
     "connection.py": 1,

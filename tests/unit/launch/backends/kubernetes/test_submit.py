@@ -175,7 +175,7 @@ def test_a_server_that_does_not_know_us_or_is_not_there(k8s: Run, server: ApiSer
 
 def test_the_server_is_as_strict_as_it_claims(k8s: Run, server: ApiServer) -> None:
     """Through the client as `submit` uses it: a mistyped field, a wrong type, a reference to nothing are refused."""
-    from launch.backends.kubernetes.cluster import ClusterError, open_cluster
+    from launch.backends.kubernetes.api_server import ClusterError, open_cluster
 
     cluster = open_cluster(None, None)
     *_, job_set = from_yaml(k8s("--kind", "jobset"))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from launch.conversion.huggingface import hub_folder
+from launch.conversion.huggingface import folder_lookup
 from launch.conversion.huggingface.exporting import export_hugging_face
 from launch.conversion.huggingface.importing import import_hugging_face, plan_import
 from launch.errors import USER_ERRORS
@@ -164,4 +164,4 @@ def test_a_hub_ids_files_are_asked_for_and_pickles_only_where_there_is_nothing_e
     assert sorted(path.name for path in (cache / "some/model").iterdir()) == [*small[:2], "model.safetensors", small[2]]
     summary = import_hugging_face("old/model", tmp_path / "from bin", validate=False)
     assert (cache / "old/model" / "pytorch_model.bin").is_file() and ".bin pickles" in summary.notices[0]
-    assert hub_folder.is_hub_id("some/model") and not hub_folder.is_hub_id(stored)
+    assert folder_lookup.is_hub_id("some/model") and not folder_lookup.is_hub_id(stored)

@@ -16,7 +16,7 @@ import pytest
 from launch.cli.app import main
 from launch.errors import USER_ERROR_CODE
 from launch.inspection.history import RunHistory
-from launch.inspection.page.findings import RunFindings
+from launch.inspection.page.page_data import PageData
 from launch.inspection.page.ranks_timeline import joined
 from launch.inspection.page.run_page import write_run_page
 from launch.inspection.page.tables import hide_arguments, settings_section
@@ -307,7 +307,7 @@ def test_settings_are_those_that_differ_from_what_they_were_without_being_set(tm
     """`num_key_value_heads` follows another option where it is not set: 2 is told with the default of this model."""
     write_run(tmp_path / "run")
     history = RunHistory.read(tmp_path / "run")
-    section = settings_section(RunFindings.of(history, read_status(tmp_path / "run")))
+    section = settings_section(PageData.of(history, read_status(tmp_path / "run")))
     rows = {
         cells[0]: cells[1:]
         for row in section.figure[0].iter("tr")

@@ -15,7 +15,7 @@ import pytest
 
 from launch.checkpoints.listing import list_place
 from launch.errors import USER_ERRORS, LaunchError
-from launch.inspection.files import RunFiles
+from launch.inspection.run_files import RunFiles
 from launch.inspection.status import read_status
 from launch.runtime.console import Console
 from launch.runtime.run_lock import is_locked, lock_holder, take_lock

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.backends.kubernetes import parsing
+from launch.backends.kubernetes import pod_options
 from launch.errors import LaunchError
 from tests.conftest import write_config
 from tests.helpers.k8s_command_line import command
@@ -18,10 +18,10 @@ from tests.helpers.k8s_command_line import command
 @given(st.text(alphabet="abcXYZ019-_. /", max_size=70), st.integers(1, 2000))
 def test_names_fit_all_that_is_made_of_them(word: str, nodes: int) -> None:
     """A pod's name, and so its host's, has at most 63 characters and is a DNS label."""
-    suggestion = parsing.suggested_name(word)
-    assert not suggestion or parsing.job_name(suggestion, Path("run"), 2) == suggestion
+    suggestion = pod_options.suggested_name(word)
+    assert not suggestion or pod_options.job_name(suggestion, Path("run"), 2) == suggestion
     try:
-        name = parsing.job_name(word, Path("run"), nodes)
+        name = pod_options.job_name(word, Path("run"), nodes)
     except LaunchError as error:
         assert "\n" not in str(error)
         return
@@ -37,7 +37,7 @@ def test_names_fit_all_that_is_made_of_them(word: str, nodes: int) -> None:
 def test_quantities_mean_what_kubernetes_takes_them_for(number: Any, suffix: str) -> None:
     from kubernetes.utils.quantity import parse_quantity
 
-    assert parsing.amount(f"{number}{suffix}", "--memory") == parse_quantity(f"{number}{suffix}")
+    assert pod_options.amount(f"{number}{suffix}", "--memory") == parse_quantity(f"{number}{suffix}")
 
 
 MISTAKES = [
@@ -98,7 +98,7 @@ MISTAKES = [
 def test_the_name_of_a_known_setting_is_no_secret() -> None:
     """docs/security.md recommends NCCL_IB_PKEY, whose name looks like that of a key."""
     partitions = ["NCCL_IB_PKEY=0x8001", "UCX_IB_PKEY=0x8001"]
-    assert list(parsing.variables(partitions, [])) == ["NCCL_IB_PKEY", "UCX_IB_PKEY"]
+    assert list(pod_options.variables(partitions, [])) == ["NCCL_IB_PKEY", "UCX_IB_PKEY"]
 
 
 @pytest.mark.parametrize(("more", "told"), MISTAKES, ids=[" ".join(more) for more, _ in MISTAKES])

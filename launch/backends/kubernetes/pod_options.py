@@ -1,7 +1,7 @@
 """Checks what users give for pods: names, quantities, claims, variables, paths. Raises LaunchError with one sentence.
 
 These checks work without a cluster, before anything is written; rules that only an API server knows are left to its dry
-run (cluster.py).
+run (api_server.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from decimal import Decimal
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from launch.conversion.huggingface.hub_folder import is_hub_id
+from launch.conversion.huggingface.folder_lookup import is_hub_id
 from launch.errors import LaunchError
 from launch.runtime.forwarded_environment import is_secret
 from megalite.config import Config

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 
 from launch.errors import LaunchError
-from launch.inspection.files import Facts, Receipt, number
 from launch.inspection.history import RunHistory
+from launch.inspection.run_files import Facts, Receipt, number
 from launch.inspection.status import RunStatus
+from launch.inspection.step_explanation import StepExplanation, explain_step
 from launch.inspection.timelines import KeptStep, read_kept_step, usual_step
-from launch.inspection.why import StepExplanation, explain_step
 from megalite.monitor.steps.parts import PARTS
 from megalite.monitor.steps.timeline import step_folder
 from megalite.parallel.mesh import Mesh
@@ -25,7 +25,7 @@ MOST_RANKS = 1 << 17  # of a layout that is believed
 
 
 @dataclass(frozen=True)
-class RunFindings:
+class PageData:
     """The files of a run as the figures need them."""
 
     history: RunHistory
@@ -36,8 +36,8 @@ class RunFindings:
 
     @classmethod
     def of(
-        cls, history: RunHistory, status: RunStatus, step: int | None = None, earlier: RunFindings | None = None
-    ) -> RunFindings:
+        cls, history: RunHistory, status: RunStatus, step: int | None = None, earlier: PageData | None = None
+    ) -> PageData:
         """Adds the timeline of `step`, or of the newest kept one that took no longer than usual, to what was read.
 
         Of `earlier` findings the timeline is taken over if it is of the same step.

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from launch.cluster.host_selection import NotEnoughHosts
-from launch.cluster.supervisor import HostsSupervisor, Options
+from launch.cluster.hosts_supervisor import HostsSupervisor, Options
 from launch.errors import LaunchError
 from launch.runtime.hostfile import Host
 from launch.supervision.supervisor import Policy

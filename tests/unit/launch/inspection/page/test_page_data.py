@@ -12,11 +12,11 @@ import pytest
 
 from launch.inspection import timelines
 from launch.inspection.history import RunHistory
-from launch.inspection.page.findings import RunFindings
+from launch.inspection.page.page_data import PageData
 from launch.inspection.page.sentences import sentences_of
 from launch.inspection.page.step_waterfall import waterfall_section
 from launch.inspection.status import read_status
-from launch.inspection.why import largest_loss
+from launch.inspection.step_explanation import largest_loss
 from megalite.monitor.steps.timeline import step_folder
 from tests.helpers.commands import command_line
 from tests.helpers.recorded_runs import KEPT_STEP, write_run
@@ -24,8 +24,8 @@ from tests.helpers.recorded_runs import KEPT_STEP, write_run
 NONE_SLOW = "No rank is slower than the others of its stage."
 
 
-def findings_of(run_dir: Path) -> RunFindings:
-    return RunFindings.of(RunHistory.read(run_dir), read_status(run_dir))
+def findings_of(run_dir: Path) -> PageData:
+    return PageData.of(RunHistory.read(run_dir), read_status(run_dir))
 
 
 def append(path: Path, *lines: dict[str, Any]) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 
 from data_pipeline.storage.paths import decimal_size
 from launch.checkpoints.report import age_text
-from launch.inspection.files import Facts, time_of
 from launch.inspection.listing import RunSummary
+from launch.inspection.run_files import Facts, time_of
 from launch.inspection.state import RunState
 from launch.inspection.status import RunStatus
 from launch.output import Table, styled

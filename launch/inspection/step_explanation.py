@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from launch.errors import LaunchError
-from launch.inspection.files import RECEIPT, Receipt, RunFiles
+from launch.inspection.run_files import RECEIPT, Receipt, RunFiles
 from launch.inspection.timelines import KeptStep
 from launch.output import Table
 from launch.planning.report.waterfall_figure import REMEDIES
