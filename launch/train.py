@@ -37,12 +37,12 @@ from launch.errors import LaunchError
 from launch.runtime.console import Console, keep_output_after_hangup
 from launch.runtime.logs import configure_logging, get_logger
 from launch.runtime.processes import end_with_parent
-from launch.runtime.rank_environment import ATTEMPT, Rank, take_private_environment, this_rank
+from launch.runtime.rank_environment import ATTEMPT, Rank, set_rank_variables, take_private_environment
 from launch.runtime.rank_process import choose_interface, is_unsupervised, run_to_the_end
 from launch.runtime.start_witness import witness
 from launch.runtime.startup_progress import StartupProgress
 from launch.trainer.building import build_run
-from launch.trainer.endings import ENDINGS, exit_code_of
+from launch.trainer.endings import ENDINGS, report_ending
 from launch.trainer.start.flags import NO_FLAGS, StartFlags, split_flags
 from launch.trainer.start.run_config import load_run_config
 from megalite.checkpoint.safe_files import forbid_writing_by_all
@@ -70,13 +70,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rank, code, exit_stack = None, 0, ExitStack()
     try:
         take_private_environment(os.environ)
-        if (rank := this_rank()) is None:
+        if (rank := set_rank_variables()) is None:
             raise LaunchError("launch.train is one rank of a run: start it with deepspeed or torchrun, or use megalite")
         config, flags = _load_config(list(sys.argv[1:] if arguments is None else arguments), rank, console)
         with StartupProgress(rank, PROCESS_START_TIME) as progress:
             run(config, rank, exit_stack, progress, flags)
     except Exception as error:
-        if (failed := exit_code_of(error, rank)) is None:
+        if (failed := report_ending(error, rank)) is None:
             raise  # and the heartbeat is left stale, so that the supervisor notices
         code = failed
     exit_stack.close()

@@ -163,7 +163,7 @@ def _fit(job: RayJob, workers: int, before: Mapping[str, int]) -> int:
         trainer.fit()
     except WorkerGroupError as error:
         failures = {rank: str(failure) for rank, failure in error.worker_failures.items()}
-        return code_of(failures, Path(job.logs), before)
+        return report_exit_code(failures, Path(job.logs), before)
     except TrainingFailedError as error:
         log.error(f"Ray: {' '.join(str(error).split())}")
         return FAILED_CODE
@@ -222,8 +222,8 @@ def _read_private(job: RayJob, rank: int) -> dict[str, str]:
     return found
 
 
-def code_of(failures: dict[int, str], logs: Path, before: Mapping[str, int] = MappingProxyType({})) -> int:
-    """Returns the exit code of an attempt from the failures of its ranks; prints why unless rank 0 did.
+def report_exit_code(failures: dict[int, str], logs: Path, before: Mapping[str, int] = MappingProxyType({})) -> int:
+    """Prints why ranks have failed, unless rank 0 did, and returns the exit code of their attempt.
 
     `before` are the sizes of logs, by name, at its begin.
     """

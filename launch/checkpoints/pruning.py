@@ -51,7 +51,7 @@ class PrunePlan:
 
 
 @contextmanager
-def no_run_in(place: str) -> Iterator[None]:
+def keep_runs_out_of(place: str) -> Iterator[None]:
     """Keeps runs from starting in the run folder of `place`. Raises LaunchError where one is active."""
     path = local_path(place, LOCAL_ONLY)
     folder = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
@@ -89,8 +89,8 @@ def plan_prune(place: str, policy: Retention) -> PrunePlan:
 def carry_out(plan: PrunePlan, policy: Retention) -> None:
     """Deletes the checkpoints of a plan, the oldest first, and the folders of interrupted saves.
 
-    Call it inside `no_run_in`. Raises CheckpointError where something cannot be deleted, or where the newest checkpoint
-    that is kept is damaged, since an older one may then be needed.
+    Call it inside `keep_runs_out_of`. Raises CheckpointError where something cannot be deleted, or where the newest
+    checkpoint that is kept is damaged, since an older one may then be needed.
     """
     from launch.checkpoints.verification import verify_checkpoint  # imports torch, which a dry run does not need
 

@@ -169,13 +169,13 @@ def prune(
     Example: `megalite checkpoint prune runs/quickstart --keep-last 3 --keep-every 1000 --dry-run`
     """
     from launch.checkpoints import report
-    from launch.checkpoints.pruning import carry_out, no_run_in, plan_prune
+    from launch.checkpoints.pruning import carry_out, keep_runs_out_of, plan_prune
     from megalite.checkpoint.retention import Retention
 
     policy = Retention(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best)
     if not (dry_run or yes) and (as_json or not sys.stdin.isatty()):
         raise LaunchError("prune asks before it deletes, and there is no terminal to ask on: add --yes, or --dry-run")
-    with nullcontext() if dry_run else no_run_in(place):
+    with nullcontext() if dry_run else keep_runs_out_of(place):
         plan = plan_prune(place, policy)
         if not as_json:
             report.prune_table(plan).print()

@@ -202,12 +202,12 @@ def pack(config_path: ConfigPath, overrides: Overrides = None, as_json: AsJson =
     """
     from launch.trainer.data.opening import open_texts
     from launch.trainer.data.packing import pack_data
-    from launch.trainer.data.remote_data import copies_here, with_copies
+    from launch.trainer.data.remote_data import find_or_fetch_copies, with_copies
     from launch.trainer.loss_targets import notices_of_targets
 
     config = load_run_config(config_path, overrides or [], needs_length=False)
     with spinner("packing", is_shown=not as_json) as describe:
-        places = copies_here(config.data, config.training.sequence_length, may_fetch=True, tell=describe)
+        places = find_or_fetch_copies(config.data, config.training.sequence_length, may_fetch=True, tell=describe)
         here = config.model_copy(update={"data": with_copies(config.data, places)})
         packed = pack_data(here, describe)
     if as_json:
@@ -244,13 +244,13 @@ def fetch(config_path: ConfigPath, overrides: Overrides = None, as_json: AsJson 
 
     Example: `megalite data fetch configs/far.yaml data.path=s3://bucket/corpora/web`
     """
-    from launch.trainer.data.remote_data import copies_here
+    from launch.trainer.data.remote_data import find_or_fetch_copies
 
     config = load_run_config(config_path, overrides or [])
     if not config.data.urls:
         raise LaunchError(f"{config_path} names no data at a URL, so that there is nothing to copy: start the run")
     with spinner("looking for the data", is_shown=not as_json) as describe:
-        places = copies_here(config.data, config.training.sequence_length, may_fetch=True, tell=describe)
+        places = find_or_fetch_copies(config.data, config.training.sequence_length, may_fetch=True, tell=describe)
     if as_json:
         print_json(places)
         return

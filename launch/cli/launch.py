@@ -99,7 +99,7 @@ def launch(
     from launch.cluster.hosts_supervisor import HostsSupervisor, Options
     from launch.cluster.switch_topology import read_topology
     from launch.supervision.supervisor import Policy
-    from launch.trainer.data.remote_data import awaited_copies
+    from launch.trainer.data.remote_data import check_remote_data
     from launch.trainer.local_run import finish_if_complete
     from launch.trainer.start.checks import find_position
 
@@ -121,7 +121,7 @@ def launch(
     if as_json:
         raise LaunchError("--json belongs to --dry-run: a run's results are in metrics.jsonl and receipt.json")
     likely_layout(config, hosts, spares)
-    if notice := awaited_copies(config.data, config.training.sequence_length, log.info):
+    if notice := check_remote_data(config.data, config.training.sequence_length, log.info):
         log.info(notice)
     elif finish_if_complete(find_position(config, options.flags)):
         return

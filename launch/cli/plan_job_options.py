@@ -47,7 +47,7 @@ class JobOptions(CommandOptions):
     as_json: AsJson = False
     as_csv: bool = Option(False, "--csv", help="Print a row per number of GPUs, or per run, as CSV.")
 
-    def config(self) -> Config | None:
+    def checked_config(self) -> Config | None:
         """Checks what both commands check, and loads CONFIG. Raises LaunchError or ConfigError."""
         check_one_format(as_json=self.as_json, as_csv=self.as_csv)
         checked_price(self.price_per_accelerator_hour)

@@ -95,7 +95,7 @@ def reliability(options: ReliabilityOptions) -> None:
         check_one_format(as_json=options.as_json, as_csv=options.as_csv)
         tables.show_tutorial(as_json=options.as_json, as_csv=options.as_csv)
         return
-    config, accelerator = options.config(), options.accelerator
+    config, accelerator = options.checked_config(), options.accelerator
     answer, counts = _asked(options, config)
     if config is None or accelerator is None:
         runs = [SizedRun(at_scale(answer.job, count), answer.job.days) for count in counts]

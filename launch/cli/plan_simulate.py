@@ -74,7 +74,7 @@ def simulate_runs(options: SimulateOptions) -> None:
     """
     from launch.planning.tables import simulation as tables
 
-    run, remarks = _job(options, options.config())
+    run, remarks = _job(options, options.checked_config())
     # one interval for all rates: whoever chooses it does not know the rate
     rate, gpus, price = run.rate_per_1000_node_days, options.gpus, options.price_per_accelerator_hour
     rates = (rate,) if options.rate_per_1000_node_days is not None else (rate, *PUBLISHED_BAND)

@@ -63,7 +63,7 @@ def ray(
     from launch.prediction.auto_layout import format_sizes, layout_or_likely
     from launch.runtime.devices import gpu_count
     from launch.supervision.supervisor import Policy
-    from launch.trainer.data.remote_data import awaited_copies
+    from launch.trainer.data.remote_data import check_remote_data
     from launch.trainer.local_run import finish_if_complete
     from launch.trainer.start.checks import find_position
     from megalite.planner.search import Ranks
@@ -83,7 +83,7 @@ def ray(
     for notice in notices:
         log.info(notice)
     flags = StartFlags(force, allow_change, shared_run_dir)
-    awaited = awaited_copies(config.data, config.training.sequence_length, log.info)
+    awaited = check_remote_data(config.data, config.training.sequence_length, log.info)
     if awaited is not None:
         log.info(awaited)
     position = None if awaited is not None else find_position(config, flags, is_dry=dry_run)

@@ -194,7 +194,7 @@ def _check_start(config: Config, flags: StartFlags, *, may_download: bool) -> li
     Returns a notice where this host lacks the data, which may be on storage that only the job's hosts have.
     """
     from data_pipeline.storage.paths import with_ending
-    from launch.trainer.data.remote_data import awaited_copies
+    from launch.trainer.data.remote_data import check_remote_data
     from launch.trainer.start.checks import position_without_lock
 
     local = [path for path in config.data.all_prefixes if path not in config.data.urls]
@@ -204,7 +204,7 @@ def _check_start(config: Config, flags: StartFlags, *, may_download: bool) -> li
             f"this host has no {missing[0]}, so data and checkpoint are checked only when the job starts, and it ends "
             "with exit code 2 if they are missing there: see that data.path is right on the job's hosts"
         ]
-    if notice := awaited_copies(config.data, config.training.sequence_length, log.info):
+    if notice := check_remote_data(config.data, config.training.sequence_length, log.info):
         return [notice]
     position_without_lock(config, flags, may_download=may_download)
     return []

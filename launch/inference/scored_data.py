@@ -30,7 +30,7 @@ from launch.inference.stored_model import StoredModel
 from launch.runtime.logs import get_logger
 from launch.trainer.data.opening import PACKINGS
 from launch.trainer.data.packing import packed_splits
-from launch.trainer.data.remote_data import copies_here, with_copies
+from launch.trainer.data.remote_data import find_or_fetch_copies, with_copies
 from launch.trainer.loss_targets import notices_of_evaluation
 from megalite.checkpoint.errors import CheckpointError
 from megalite.config.base import Section
@@ -146,7 +146,7 @@ def scored_data(options: EvaluateOptions, stored: StoredModel) -> list[Texts] | 
     if options.data:
         asked = asked.model_copy(update={"path": list(options.data), "sources": {}, "validation": {}})
     wanted = {prefix for choice in choices for prefix in choice.prefixes}
-    places = copies_here(asked, length, only=wanted, may_fetch=True, tell=log.info)
+    places = find_or_fetch_copies(asked, length, only=wanted, may_fetch=True, tell=log.info)
     choices = [one._replace(prefixes=[places.get(prefix, prefix) for prefix in one.prefixes]) for one in choices]
     data = data and with_copies(data, places)
     prefixes = [Path(prefix) for choice in choices for prefix in choice.prefixes]

@@ -26,7 +26,7 @@ from launch.runtime.devices import gpu_count
 from launch.runtime.local_ranks import rank_environment, start_local_ranks
 from launch.runtime.printing import say
 from launch.runtime.processes import end_with_parent
-from launch.runtime.rank_environment import this_rank
+from launch.runtime.rank_environment import set_rank_variables
 from launch.runtime.rank_process import log_once
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.config import LaunchConfig
@@ -126,7 +126,7 @@ def rank_main(arguments: Sequence[str], kind: Callable[..., Any], work: Callable
     end_with_parent()
     values = json.loads(Path(arguments[0]).read_text())
     options = kind(**values | {"place": ModelPlacement(**values["place"])})
-    rank = this_rank()
+    rank = set_rank_variables()
     assert rank is not None, "started by run_here_or_on_ranks"
     try:
         with spinner("starting ranks and reading the model", is_shown=rank.rank == 0, first_s=FIRST_WORD_S):

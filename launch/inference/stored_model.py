@@ -15,7 +15,7 @@ from typing import Any
 from data_pipeline.storage.meta import read_meta
 from data_pipeline.tokenizers.reading import HubTokenizer
 from launch.conversion.huggingface.checkpoint_tokenizer import REMEDY, changed_since, find_tokenizer, given_tokenizer
-from launch.conversion.huggingface.folder_lookup import ENDS_OF_TURNS, local_folder, model_of
+from launch.conversion.huggingface.folder_lookup import ENDS_OF_TURNS, fetched_folder, model_of
 from launch.conversion.huggingface.model_folder import ModelFolder, open_model_folder
 from launch.errors import LaunchError
 from launch.trainer.start.resume import IMPORTED, check_tokenizer
@@ -92,7 +92,7 @@ def open_stored(path: str | Path, tokenizer: str | Path | None = None) -> Stored
     Raises CheckpointError, FamilyError or LaunchError if there is no model that we support, or if the tokenizer given
     is not the model's.
     """
-    folder = local_folder(path)
+    folder = fetched_folder(path)
     if (folder / CONFIG).is_file():
         hub = open_model_folder(folder)
         own = hub.folder if tokenizer_files(hub.folder) else None

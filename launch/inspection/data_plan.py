@@ -13,7 +13,7 @@ from data_pipeline.samples.mix import MixedSamples
 from launch.output import Table
 from launch.runtime.logs import get_logger
 from launch.trainer.data.opening import open_training
-from launch.trainer.data.remote_data import copies_here, with_copies
+from launch.trainer.data.remote_data import find_or_fetch_copies, with_copies
 from launch.trainer.data.run_mix import NEW_RUN, MixHistory, check_past, mixed
 from launch.trainer.data.run_stages import check_past_batches
 from megalite.checkpoint.errors import CheckpointError
@@ -72,7 +72,7 @@ def data_of(config: Config, checkpoints: Path) -> PositionedData:
 
     Raises DataError, or CheckpointError if the run has read something else so far, or if no checkpoint can be used.
     """
-    places = copies_here(config.data, config.training.sequence_length, may_fetch=False, tell=log.info)
+    places = find_or_fetch_copies(config.data, config.training.sequence_length, may_fetch=False, tell=log.info)
     config = config.model_copy(update={"data": with_copies(config.data, places)})
     training = open_training(config)
     own, skipped = find_latest(checkpoints) if step_folders(checkpoints) else (None, [])

@@ -242,8 +242,8 @@ def who_else_computes() -> str:
     return f"somebody else computes here too, at a load of {load:.0f} on {plural(cores, 'core')}"
 
 
-def contradict(name: str, predicted_s: float, measured_s: float) -> bool:
-    """Returns whether the CPU will be measured again, because a run's steps contradict its measurement.
+def mark_contradicted(name: str, predicted_s: float, measured_s: float) -> bool:
+    """Marks the measurement of the CPU if a run's steps contradict it; returns whether it will be made again.
 
     Steps that are far slower prove nothing where somebody else computes. A measurement that was repeated with the same
     result is not repeated again: then the model does not fit the run.

@@ -38,7 +38,7 @@ class Console:
         """Sets the file for lines that cannot be written, and a callback for the first broken pipe."""
         self._path, self._on_broken_pipe = path, when_alone
 
-    def lose(self, data: bytes, error: OSError | None) -> None:
+    def keep_unwritten(self, data: bytes, error: OSError | None) -> None:
         """Stores output that could not be written."""
         if self._path is not None:
             with contextlib.suppress(OSError):
@@ -51,8 +51,8 @@ class Console:
 class _Stream(io.RawIOBase):
     """Raw stream that writes to a descriptor and never fails."""
 
-    def __init__(self, descriptor: int, lose: Callable[[bytes, OSError | None], None]) -> None:
-        self._descriptor, self._lose = descriptor, lose
+    def __init__(self, descriptor: int, keep_unwritten: Callable[[bytes, OSError | None], None]) -> None:
+        self._descriptor, self._keep_unwritten = descriptor, keep_unwritten
         self._patience_s = PATIENCE_S
         self._own = _open_nonblocking(descriptor)
         self._ready = select.poll()
@@ -88,7 +88,7 @@ class _Stream(io.RawIOBase):
         except OSError as caught:
             error = caught
         if left:
-            self._lose(left, error)
+            self._keep_unwritten(left, error)
         return len(whole)
 
 
@@ -114,7 +114,7 @@ def keep_output_after_hangup() -> Console:
                 continue  # not backed by a file
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
-        raw = io.BufferedWriter(_Stream(descriptor, console.lose))
+        raw = io.BufferedWriter(_Stream(descriptor, console.keep_unwritten))
         ours = io.TextIOWrapper(raw, encoding, errors="backslashreplace", line_buffering=True)
         setattr(sys, name, ours)
         setattr(sys, f"__{name}__", ours)

@@ -50,8 +50,8 @@ class Rank:
         return self.world_size == 1 and self.launcher not in ("", "deepspeed", "torchrun")
 
 
-def this_rank() -> Rank | None:
-    """Returns the rank of this process and sets the variables torch reads; None outside a launcher."""
+def set_rank_variables() -> Rank | None:
+    """Sets the variables that torch reads, and returns the rank of this process; None outside a launcher."""
     rank = read_rank(os.environ)
     if rank is not None:
         address, port = rank.master

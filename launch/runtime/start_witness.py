@@ -168,10 +168,10 @@ def main(messages: IO[str]) -> None:
 
 def _tell(failure: dict[str, Any]) -> None:
     try:
-        from launch.runtime.rank_environment import take_private_environment, this_rank
+        from launch.runtime.rank_environment import set_rank_variables, take_private_environment
 
         take_private_environment(os.environ)  # as the rank, which may have failed before
-        this_rank()
+        set_rank_variables()
     except Exception:  # a package is missing; launchers other than Slurm have set what torch reads
         slurm_step.set_variables(os.environ)
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():

@@ -18,7 +18,7 @@ from launch.runtime.run_lock import LOCK
 from launch.runtime.startup_progress import StartupProgress
 from launch.trainer.attention_summary import format_attention
 from launch.trainer.checkpoint_hooks import CheckpointHooks, manifest_maker
-from launch.trainer.data.host_copies import open_on_all_hosts
+from launch.trainer.data.host_copies import copy_to_all_hosts
 from launch.trainer.data.opening import evaluation_batches, evaluation_targets, open_data, training_batches
 from launch.trainer.data.run_mix import MixHistory
 from launch.trainer.endings import ENDINGS
@@ -125,7 +125,7 @@ def build_run(
     events = EventLog(config.run_dir / EVENTS)
     launch_name = agree_on_launch()
     fence.begin(config.run_dir / LOCK, from_rank_0(lambda: fence.read(config.run_dir / LOCK), str))
-    config_with_copies = open_on_all_hosts(config, rank, progress)  # before the watchdog, whose limits are for steps
+    config_with_copies = copy_to_all_hosts(config, rank, progress)  # before the watchdog, whose limits are for steps
     progress.begin("opening the data")
     watchdog = stack.enter_context(
         Watchdog(

@@ -34,7 +34,7 @@ ENDINGS: dict[type[Exception], tuple[int, str]] = {
 }
 
 
-def exit_code_of(error: Exception, rank: Rank | None) -> int | None:
+def report_ending(error: Exception, rank: Rank | None) -> int | None:
     """Tells the user and the other ranks why a rank ends; returns its exit code, or None for an unexpected error."""
     if isinstance(error, USER_ERRORS):
         may_pass = isinstance(error, StorageError) and not error.is_lasting

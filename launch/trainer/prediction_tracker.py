@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from launch.prediction.prediction import Prediction, SessionMeasurement, comparison
-from launch.prediction.this_machine import Machine, MeasurementLimits, contradict, cpu_memory, describe_machine
+from launch.prediction.this_machine import Machine, MeasurementLimits, cpu_memory, describe_machine, mark_contradicted
 from launch.runtime.devices import Device
 from launch.runtime.logs import get_logger
 from launch.runtime.rank_environment import Rank
@@ -185,7 +185,7 @@ class PredictionTracker(Observer):
         machine, took_s = prediction.machine, measured["step_time_s"]
         if machine is None or not machine.is_cpu or prediction.step is None or took_s is None:
             return
-        if is_guess(machine.whole) and contradict(machine.name, prediction.step.seconds, took_s):
+        if is_guess(machine.whole) and mark_contradicted(machine.name, prediction.step.seconds, took_s):
             log.info(
                 f"{machine.name} is measured again before the next run, because these steps contradict its figures"
             )

@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import pytest
 
-from launch.backends.ray import LOST_CODE, code_of
+from launch.backends.ray import LOST_CODE, report_exit_code
 from launch.backends.ray_cluster import LOCAL_SETTINGS, MODE, REFUSED, TOKEN, check_address
 from launch.cli.ray import ray
 from launch.errors import LaunchError
@@ -240,22 +240,22 @@ def test_the_rank_that_failed_first_decides_the_exit_code(tmp_path: Path, capsys
     def ended(rank: int, code: int) -> str:
         return f"Training failed ...\nlaunch.backends.ray.RankEnded: rank {rank} ended with exit code {code}\n"
 
-    assert code_of({0: ended(0, 1), 1: ended(1, 137)}, tmp_path) == 137, "rank 0 only lost its peer"
+    assert report_exit_code({0: ended(0, 1), 1: ended(1, 137)}, tmp_path) == 137, "rank 0 only lost its peer"
     assert "rank 1 ended with exit code 137 (SIGKILL): its log is " in capsys.readouterr().err
-    assert code_of({0: ended(0, 75), 1: ended(1, 75)}, tmp_path) == 75
-    assert code_of({0: ended(0, 75), 1: "A worker health check failed."}, tmp_path) == LOST_CODE
+    assert report_exit_code({0: ended(0, 75), 1: ended(1, 75)}, tmp_path) == 75
+    assert report_exit_code({0: ended(0, 75), 1: "A worker health check failed."}, tmp_path) == LOST_CODE
     (tmp_path / "rank_1.log").write_text("megalite: error: old\nstep 1\nmegalite: error: the data is not here\n")
     capsys.readouterr()
-    assert code_of({1: ended(1, 2)}, tmp_path) == 2
+    assert report_exit_code({1: ended(1, 2)}, tmp_path) == 2
     assert capsys.readouterr().err == "megalite: error: the data is not here\n"
     (tmp_path / "rank_0.log").write_text("megalite: error: the data is not here\n")
-    assert code_of({1: ended(1, 2)}, tmp_path) == 2
+    assert report_exit_code({1: ended(1, 2)}, tmp_path) == 2
     assert capsys.readouterr().err == "", "the log of rank 0, which is shown, has it"
     before = {"rank_0.log": (tmp_path / "rank_0.log").stat().st_size}
-    assert code_of({1: ended(1, 2)}, tmp_path, before) == 2
+    assert report_exit_code({1: ended(1, 2)}, tmp_path, before) == 2
     assert capsys.readouterr().err == "megalite: error: the data is not here\n", "rank 0 had it in a run before"
     before |= {"rank_1.log": (tmp_path / "rank_1.log").stat().st_size}
-    assert code_of({1: ended(1, 1)}, tmp_path, before) == 1
+    assert report_exit_code({1: ended(1, 1)}, tmp_path, before) == 1
     assert "rank 1 ended with exit code 1" in capsys.readouterr().err, "so had rank 1"
 
 

@@ -7,7 +7,7 @@ from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from launch.trainer.data.remote_data import copies_here
+from launch.trainer.data.remote_data import find_or_fetch_copies
 from megalite.config.data import DataConfig
 
 
@@ -24,4 +24,4 @@ def start_fetch(data: DataConfig, sequence_length: int) -> BaseProcess:
 
 def _fetch(environment: dict[str, str], options: dict[str, Any], sequence_length: int) -> None:
     os.environ.update(environment)
-    copies_here(DataConfig.model_validate(options), sequence_length, may_fetch=True, tell=str)
+    find_or_fetch_copies(DataConfig.model_validate(options), sequence_length, may_fetch=True, tell=str)

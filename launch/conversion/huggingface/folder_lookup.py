@@ -45,8 +45,8 @@ def lasting_place(place: Path) -> str:
     return str(place) if is_hub_id(place) else str(place.resolve())
 
 
-def local_folder(place: str | Path, *, weights: bool = True) -> Path:
-    """Returns the folder, or the download of a hub id. Raises LaunchError, or DataError for pointers of Git LFS."""
+def fetched_folder(place: str | Path, *, weights: bool = True) -> Path:
+    """Returns a folder, downloaded first if it is a hub id. Raises LaunchError, DataError for pointers of Git LFS."""
     if not is_hub_id(place):
         for pattern in (*SMALL_FILES, "*.safetensors", *PICKLES):
             for file in Path(place).glob(pattern):
@@ -84,7 +84,7 @@ def hub_config(place: Path) -> tuple[Path, ModelConfig]:
 
     Raises CheckpointError, FamilyError or LaunchError.
     """
-    folder = local_folder(place, weights=False)
+    folder = fetched_folder(place, weights=False)
     return folder, model_of_config(read_json(folder / CONFIG), folder)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from launch.conversion.huggingface.checkpoint_tokenizer import FILES_SHA256, files_sha256
-from launch.conversion.huggingface.folder_lookup import is_hub_id, local_folder, model_of
+from launch.conversion.huggingface.folder_lookup import fetched_folder, is_hub_id, model_of
 from launch.conversion.huggingface.model_folder import DTYPES, ModelFolder, open_model_folder
 from launch.conversion.huggingface.progress import ConversionPlan, ConvertSummary, ReportProgress, no_progress
 from launch.conversion.huggingface.serial_model import global_shapes
@@ -60,7 +60,7 @@ def _plan(source: ModelFolder, checkpoint: Path, dtype: str | None) -> Conversio
 
 
 def _plan_of_hub_id(place: str, checkpoint: Path) -> ConversionPlan:
-    folder = local_folder(place, weights=False)
+    folder = fetched_folder(place, weights=False)
     config = read_json(folder / CONFIG)
     model = model_of(model_config(config), str(folder / CONFIG))
     parameters = sum(map(prod, global_shapes(model).values()))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from launch.conversion.huggingface.checkpoint_tokenizer import has_sha256, is_same_tokenizer, tokenizer_sha256
-from launch.conversion.huggingface.folder_lookup import local_folder, model_of_config
+from launch.conversion.huggingface.folder_lookup import fetched_folder, model_of_config
 from launch.conversion.huggingface.serial_model import global_shapes
 from launch.errors import LaunchError
 from megalite.checkpoint.errors import CheckpointError
@@ -114,7 +114,7 @@ class ModelFolder:
 
 def open_model_folder(place: str | Path) -> ModelFolder:
     """Opens a folder or hub id. Raises CheckpointError, FamilyError or LaunchError if it is missing or unsupported."""
-    folder = local_folder(place)
+    folder = fetched_folder(place)
     files = HuggingFaceFolder(folder)
     _check_counts(files)
     model = model_of_config(files.config, folder)
@@ -127,7 +127,7 @@ def open_model_folder(place: str | Path) -> ModelFolder:
     wanted = {name: tensor.shape for name, tensor in layout.tensors.items()}
     files.add_prefix(described.base_prefix, wanted)
     embedding = layout.hub_names(EMBEDDING)[0]
-    files.account(
+    files.check_tensors(
         wanted,
         copies={described.head: embedding} if model.tie_word_embeddings else {},
         ignored=lambda name: name.endswith(described.ignored),

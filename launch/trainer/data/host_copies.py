@@ -24,8 +24,8 @@ class HostState:
     may_pass: bool = False  # the problem, by another try
 
 
-def open_on_all_hosts(config: Config, rank: Rank, progress: StartupProgress) -> Config:
-    """Returns the config with copies in place of URLs, once every host has made its own. Collective.
+def copy_to_all_hosts(config: Config, rank: Rank, progress: StartupProgress) -> Config:
+    """Makes every host copy the data at URLs; returns the config with the copies in their place. Collective.
 
     Ranks wait in many short collectives, so that none outlasts its timeout however long another host takes. Raises
     DataError or StorageError on all ranks if one host fails.

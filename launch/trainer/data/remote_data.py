@@ -206,7 +206,7 @@ def _retried(action: Callable[[], Result]) -> Result:
         raise
 
 
-def copies_here(
+def find_or_fetch_copies(
     data: DataConfig,
     sequence_length: int,
     *,
@@ -214,7 +214,7 @@ def copies_here(
     may_fetch: bool,
     tell: Callable[[str], None],
 ) -> dict[str, str]:
-    """Returns the prefix of the copy on this host for each URL in `data`, or each in `only`, made first if it may be.
+    """Returns the prefix of this host's copy for each URL in `data`, or each in `only`; fetches it first if it may.
 
     `tell` hears how that goes, at least every 10 s. Raises DataError if there is no copy, or none that is right, and
     StorageError if the store fails.
@@ -268,11 +268,11 @@ def _looking(urls: Sequence[str]) -> Callable[[], str]:
     return lambda: f"waiting for an answer about {first_names(urls)}"
 
 
-def awaited_copies(data: DataConfig, sequence_length: int, tell: Callable[[str], None]) -> str | None:
+def check_remote_data(data: DataConfig, sequence_length: int, tell: Callable[[str], None]) -> str | None:
     """Checks data at URLs as far as that is quick, for a command that starts ranks on other hosts.
 
     Returns a notice if this host has no copy, without which data and checkpoint are not checked here; None if it has.
-    `tell` is as in `copies_here`. Raises DataError or StorageError.
+    `tell` is as in `find_or_fetch_copies`. Raises DataError or StorageError.
     """
     if not data.urls:
         return None

@@ -20,7 +20,7 @@ from launch.runtime.host_probe import host_memory_bytes
 from launch.runtime.local_ranks import rank_environment
 from launch.runtime.logs import get_logger
 from launch.trainer.data.opening import RunData, open_data
-from launch.trainer.data.remote_data import copies_here, with_copies
+from launch.trainer.data.remote_data import find_or_fetch_copies, with_copies
 from launch.trainer.start.flags import StartFlags
 from launch.trainer.start.resume import Start, checkpoints_of, find_start
 from launch.trainer.start.run_folder import check_run_folder
@@ -103,7 +103,7 @@ def position_without_lock(config: Config, flags: StartFlags, *, may_download: bo
     """Checks a run's data and checkpoint, and leaves its folder to another run that may use it now."""
     root, source = checkpoints_of(config), config.training.initialize_from
     length = config.training.sequence_length
-    places = copies_here(config.data, length, may_fetch=may_download, tell=log.info)
+    places = find_or_fetch_copies(config.data, length, may_fetch=may_download, tell=log.info)
     data = open_data(config.model_copy(update={"data": with_copies(config.data, places)}))
     own, skipped = find_latest(root) if step_folders(root) else (None, [])
     is_remote = own is None and not skipped and source is not None and is_hub_id(source)

@@ -84,7 +84,9 @@ class HuggingFaceFolder:
                 self.shapes[name], self._tags[name] = self.shapes.pop(stored), self._tags.pop(stored)
                 self._places[name] = self._places.pop(stored)
 
-    def account(self, wanted: Mapping[str, Shape], copies: Mapping[str, str], ignored: Callable[[str], bool]) -> None:
+    def check_tensors(
+        self, wanted: Mapping[str, Shape], copies: Mapping[str, str], ignored: Callable[[str], bool]
+    ) -> None:
         """Checks that every tensor of the folder is used and every wanted one is there, in its shape.
 
         `copies`: tensors that may be stored beside the one they must equal, as a tied head beside its embedding.

@@ -20,7 +20,7 @@ from data_pipeline.prepare.prepare import prepare
 from data_pipeline.storage.meta import read_meta
 from data_pipeline.tokenizers import reading as tokenizer_reading
 from data_pipeline.tokenizers.reading import HubTokenizer, encoded, inspect_tokenizer, is_harmless
-from launch.conversion.huggingface.folder_lookup import local_folder
+from launch.conversion.huggingface.folder_lookup import fetched_folder
 
 Files = dict[str, Any]
 TOKENS = ("<tool>", "<|endoftext|>", "it", "été", "<a b>", "\n\n")
@@ -241,6 +241,6 @@ def test_a_pointer_of_git_lfs_is_named(name: str, tmp_path: Path) -> None:
     """JSON's and safetensors' own words for it advise to train another tokenizer, or to distrust the weights."""
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12\n")
-    look = local_folder if name.startswith("model") else inspect_tokenizer
+    look = fetched_folder if name.startswith("model") else inspect_tokenizer
     with pytest.raises(DataError, match=f"{name} is a pointer of Git LFS, not the file itself: run `git lfs pull`"):
         look(tmp_path)

@@ -27,9 +27,9 @@ from launch.prediction.prediction import Prediction, comparison, format_error, f
 from launch.prediction.this_machine import (
     Machine,
     MeasurementLimits,
-    contradict,
     describe_machine,
     gpu_in_catalogue,
+    mark_contradicted,
     start_patience_s,
 )
 from launch.runtime.rank_environment import Rank
@@ -497,13 +497,15 @@ def test_a_measurement_that_a_run_contradicts_is_repeated_once(
     four_cores: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = describe_machine(1).name
-    assert not contradict(name, 1.0, 3.0) and not contradict(name, 3.0, 1.0), "that far off is a guess anyway"
+    assert not mark_contradicted(name, 1.0, 3.0) and not mark_contradicted(name, 3.0, 1.0), (
+        "that far off is a guess anyway"
+    )
     monkeypatch.setattr(os, "getloadavg", lambda: (9.0, 0.0, 0.0))
-    assert not contradict(name, 1.0, 50.0), "somebody else computes"
-    assert contradict(name, 20.0, 1.0), "which makes no step faster"
+    assert not mark_contradicted(name, 1.0, 50.0), "somebody else computes"
+    assert mark_contradicted(name, 20.0, 1.0), "which makes no step faster"
     describe_machine(1)
     assert len(four_cores) == 2
-    assert not contradict(name, 20.0, 1.0), "measured twice alike: the model is wrong, not the measurement"
+    assert not mark_contradicted(name, 20.0, 1.0), "measured twice alike: the model is wrong, not the measurement"
     describe_machine(1)
     assert len(four_cores) == 2
 
@@ -512,12 +514,12 @@ def test_a_repeated_measurement_may_be_contradicted_where_it_differs(
     four_cores: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = describe_machine(1).name
-    assert contradict(name, 20.0, 1.0)
+    assert mark_contradicted(name, 20.0, 1.0)
     faster = {**MEASURED, "core_flops": {"fp32": 1e11, "bf16": 2e12}}
     monkeypatch.setattr(machine_module, "_measure", lambda timeout_s: dict(faster))
     assert describe_machine(1).cluster.peak_flops("bf16") == pytest.approx(8e12)
-    assert contradict(name, 20.0, 1.0)
-    assert not contradict("another CPU", 20.0, 1.0)
+    assert mark_contradicted(name, 20.0, 1.0)
+    assert not mark_contradicted("another CPU", 20.0, 1.0)
 
 
 def test_entries_of_an_earlier_way_to_measure_are_measured_again(four_cores: list[int], tmp_path: Path) -> None:

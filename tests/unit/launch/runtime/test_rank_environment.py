@@ -14,7 +14,14 @@ from pathlib import Path
 import pytest
 
 from launch.errors import LaunchError
-from launch.runtime.rank_environment import PRIVATE, Rank, is_rank, read_rank, take_private_environment, this_rank
+from launch.runtime.rank_environment import (
+    PRIVATE,
+    Rank,
+    is_rank,
+    read_rank,
+    set_rank_variables,
+    take_private_environment,
+)
 from launch.runtime.slurm_step import first_host
 from tests.helpers.commands import ROOT
 
@@ -160,7 +167,7 @@ def test_a_scheduler_s_only_task_is_a_rank_or_a_shell(
     with monkeypatch.context() as patch:
         _set(patch, environment)
         assert not is_rank() and "RANK" not in os.environ
-        assert this_rank() == rank and os.environ["WORLD_SIZE"] == "1"
+        assert set_rank_variables() == rank and os.environ["WORLD_SIZE"] == "1"
         assert is_rank(), "as deepspeed and torchrun set it"
 
 
@@ -229,11 +236,11 @@ def test_a_lone_rank_that_is_told_no_master_meets_itself() -> None:
 
 def test_torch_and_deepspeed_find_what_they_read(monkeypatch: pytest.MonkeyPatch) -> None:
     _set(monkeypatch, STEP | {"MASTER_PORT": "4711"})
-    this_rank()
+    set_rank_variables()
     found = {name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     expected = {"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "node02", "MASTER_PORT": "4711"}
     assert found == expected
-    assert this_rank() == Rank(2, 0, 3, "", None, ("node02", 4711)), "asked again, it is the same"
+    assert set_rank_variables() == Rank(2, 0, 3, "", None, ("node02", 4711)), "asked again, it is the same"
 
 
 def test_steps_of_a_job_and_jobs_of_a_host_meet_at_other_ports() -> None:

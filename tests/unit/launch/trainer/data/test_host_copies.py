@@ -49,5 +49,5 @@ def test_a_copy_that_fails_while_ranks_meet_is_told_of(
     progress: Any = SimpleNamespace(begin=lambda _: None, begin_waiting=lambda *_, **__: None)
     rank: Any = SimpleNamespace(local_rank=0)
     with pytest.raises(DataError, match=PROBLEM):
-        host_copies.open_on_all_hosts(Config.model_validate(tiny), rank, progress)
+        host_copies.copy_to_all_hosts(Config.model_validate(tiny), rank, progress)
     assert told == [False, True]

@@ -18,7 +18,7 @@ from data_pipeline.samples.dataset import PackedSamples
 from launch.trainer.data import remote_data
 from launch.trainer.data.opening import open_data
 from launch.trainer.data.packing import pack_data
-from launch.trainer.data.remote_data import awaited_copies, copies_here, with_copies
+from launch.trainer.data.remote_data import check_remote_data, find_or_fetch_copies, with_copies
 from launch.trainer.start.checks import find_position
 from launch.trainer.start.flags import NO_FLAGS
 from megalite.config import Config, ConfigError
@@ -56,7 +56,7 @@ def data(url: str, tmp_path: Path) -> DataConfig:
 
 
 def fetched(data: DataConfig) -> Path:
-    (prefix,) = copies_here(data, LENGTH, may_fetch=True, tell=print).values()
+    (prefix,) = find_or_fetch_copies(data, LENGTH, may_fetch=True, tell=print).values()
     return Path(prefix)
 
 
@@ -72,7 +72,7 @@ def test_a_run_reads_the_same_samples_from_a_copy(corpus: Path, url: str, tiny: 
     """A fingerprint of the place, by which no run could go on with the same data elsewhere."""
     here = Config.model_validate(tiny | {"training": tiny["training"] | {"evaluation": {"interval": 1, "samples": 4}}})
     there = here.model_copy(update={"data": here.data.model_copy(update={"path": [url], "cache": tmp_path / "cache"})})
-    places = copies_here(there.data, LENGTH, may_fetch=True, tell=print)
+    places = find_or_fetch_copies(there.data, LENGTH, may_fetch=True, tell=print)
     found, expected = open_data(there.model_copy(update={"data": with_copies(there.data, places)})), open_data(here)
     assert isinstance(found.training, PackedSamples) and isinstance(expected.training, PackedSamples)
     assert found.training.fingerprint == expected.training.fingerprint
@@ -88,7 +88,7 @@ def test_sources_and_validation_sets_at_urls_are_copied_too(corpus: Path, url: s
             "cache": tmp_path / "cache",
         }
     )
-    places = copies_here(data, LENGTH, may_fetch=True, tell=print)
+    places = find_or_fetch_copies(data, LENGTH, may_fetch=True, tell=print)
     local = with_copies(data, places)
     assert list(places) == [url] and not local.urls
     assert local.sources["far"].path == [places[url], str(corpus)] and local.validation["far"].path == [places[url]]
@@ -149,7 +149,7 @@ def test_progress_is_told_while_a_copy_is_made(data: DataConfig, s3: Gate, monke
             has_told.set()
 
     s3.faults = [Fault(lambda request: is_read_of_tokens(request) and not has_told.wait(30), "error")]
-    copies_here(data, LENGTH, may_fetch=True, tell=tell)
+    find_or_fetch_copies(data, LENGTH, may_fetch=True, tell=tell)
     progress = re.escape(f"copying {data.urls[0]} to {data.cache}") + r".*: [\d.]+ (bytes|kB) of [\d.]+ kB"
     assert any(re.fullmatch(progress, sentence) for sentence in told), told
 
@@ -164,7 +164,7 @@ def test_what_is_wrong_at_a_url_is_a_sentence_and_leaves_nothing(
             fetched(data)
         assert not list(tmp_path.glob("cache/*/complete.json"))
         with pytest.raises(DataError):
-            copies_here(data, LENGTH, may_fetch=False, tell=print)
+            find_or_fetch_copies(data, LENGTH, may_fetch=False, tell=print)
 
     with monkeypatch.context() as patch:
         patch.setattr(remote_data, "free_bytes", lambda _: 10)
@@ -198,7 +198,7 @@ def test_plans_of_packing_come_with_the_tokens(corpus: Path, place: str, tiny: d
         own_client().put(str(path), f"{place}/{path.name}")
     far = {"path": [f"{place}/text"], "cache": tmp_path / "cache"}
     there = config.model_copy(update={"data": config.data.model_copy(update=far)})
-    places = copies_here(there.data, LENGTH, may_fetch=True, tell=print)
+    places = find_or_fetch_copies(there.data, LENGTH, may_fetch=True, tell=print)
     found = open_data(there.model_copy(update={"data": with_copies(there.data, places)}))
     assert found.training.sample(0).tokens.tolist() == open_data(config).training.sample(0).tokens.tolist()
     assert Path(places[f"{place}/text"]).with_name(plan.name).read_bytes() == plan.read_bytes()
@@ -214,11 +214,11 @@ def test_commands_fetch_use_a_copy_or_say_what_to_do(
         done = command_line(*words)
         assert done.returncode == 2 and f"holds no copy of {url} yet (" in done.stderr
         assert "`megalite data fetch CONFIG` does" in done.stderr and not (tmp_path / "cache").exists()
-    notice = awaited_copies(Config.model_validate(tiny).data, LENGTH, print)
+    notice = check_remote_data(Config.model_validate(tiny).data, LENGTH, print)
     assert notice is not None and f"this host has no copy of {url}" in notice
     done = command_line("data", "fetch", config)
     assert done.returncode == 0 and f"{url} is copied to {tmp_path / 'cache'}/text-" in done.stdout
-    assert awaited_copies(Config.model_validate(tiny).data, LENGTH, print) is None
+    assert check_remote_data(Config.model_validate(tiny).data, LENGTH, print) is None
     done = command_line("train", config, "--dry-run")
     assert done.returncode == 0 and url in done.stdout, done.stderr
     done = command_line("data", "plan", config)
@@ -276,7 +276,7 @@ def test_a_copy_of_another_user_is_proven_before_it_is_used(
     for path in (prefix.parent, *prefix.parent.iterdir()):
         os.chown(path, 65534, 65534)
     with pytest.raises(DataError, match="holds no copy of"):
-        copies_here(data, LENGTH, may_fetch=False, tell=print)
+        find_or_fetch_copies(data, LENGTH, may_fetch=False, tell=print)
     found = fetched(data)
     assert found.is_relative_to(tmp_path / "private") and found == fetched(data)
     tokens = Path(f"{prefix}.bin")

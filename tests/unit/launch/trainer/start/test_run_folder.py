@@ -56,7 +56,7 @@ def test_a_lock_that_is_let_go_is_waited_for_by_those_who_may(tiny: dict[str, An
 def _keep_output(run_dir: Path) -> None:
     console = Console()
     console.keep_in(run_dir / "console_rank_0.log")
-    console.lose(b"a line\n", None)
+    console.keep_unwritten(b"a line\n", None)
 
 
 def _log_restart(run_dir: Path) -> None:

@@ -35,7 +35,7 @@ def _shapes(weights: dict[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
 @pytest.mark.parametrize("shard_size", ["1GB", "40KB"])
 def test_every_slice_of_every_tensor_is_read(tmp_path: Path, weights: dict[str, torch.Tensor], shard_size: str) -> None:
     folder = HuggingFaceFolder(LLAMA.save(tmp_path / "hf", max_shard_size=shard_size))
-    folder.account(_shapes(weights), copies={}, ignored=lambda name: False)
+    folder.check_tensors(_shapes(weights), copies={}, ignored=lambda name: False)
     assert (len(list(folder.folder.glob("*.safetensors"))) > 3) == (shard_size == "40KB")
     for name, tensor in weights.items():
         part = tuple(slice(n // 3, n) for n in tensor.shape)
@@ -151,7 +151,7 @@ def test_a_bad_folder_is_refused_in_one_sentence(
 ) -> None:
     spoil(LLAMA.save(tmp_path / "hf", max_shard_size=max_shard_size))
     with pytest.raises(CheckpointError, match=says) as caught:
-        HuggingFaceFolder(tmp_path / "hf").account(_shapes(weights), copies={}, ignored=lambda name: False)
+        HuggingFaceFolder(tmp_path / "hf").check_tensors(_shapes(weights), copies={}, ignored=lambda name: False)
     assert "\n" not in str(caught.value)
 
 
@@ -164,16 +164,16 @@ def test_a_tied_head_may_be_absent_or_equal_but_not_different(tmp_path: Path) ->
         read = HuggingFaceFolder(folder)
         if head == "different":
             with pytest.raises(CheckpointError, match="tie_word_embeddings"):
-                read.account(wanted, {HEAD: EMBEDDING}, lambda name: False)
+                read.check_tensors(wanted, {HEAD: EMBEDDING}, lambda name: False)
         else:
-            read.account(wanted, {HEAD: EMBEDDING}, lambda name: False)
+            read.check_tensors(wanted, {HEAD: EMBEDDING}, lambda name: False)
 
 
 def test_an_ignored_tensor_is_not_an_error(tmp_path: Path, weights: dict[str, torch.Tensor]) -> None:
     """Old Llama checkpoints hold `rotary_emb.inv_freq`."""
     folder = LLAMA.save(tmp_path / "hf")
     _rewrite(folder, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(6)}))
-    HuggingFaceFolder(folder).account(_shapes(weights), {}, ignored=lambda name: name.endswith("inv_freq"))
+    HuggingFaceFolder(folder).check_tensors(_shapes(weights), {}, ignored=lambda name: name.endswith("inv_freq"))
 
 
 def test_a_base_models_folder_lacks_the_prefix(tmp_path: Path, weights: dict[str, torch.Tensor]) -> None:
@@ -182,7 +182,7 @@ def test_a_base_models_folder_lacks_the_prefix(tmp_path: Path, weights: dict[str
     wanted = {name: shape for name, shape in _shapes(weights).items() if name != HEAD}
     whole = HuggingFaceFolder(folder)
     whole.add_prefix("model.", wanted)
-    whole.account(wanted, {}, lambda name: False)
+    whole.check_tensors(wanted, {}, lambda name: False)
     original = {name: whole.read(name).clone() for name in wanted}
 
     def rename(tensors: dict[str, torch.Tensor]) -> None:
@@ -192,7 +192,7 @@ def test_a_base_models_folder_lacks_the_prefix(tmp_path: Path, weights: dict[str
     _rewrite(folder, rename)
     base = HuggingFaceFolder(folder)
     with pytest.raises(CheckpointError, match=r"has no tensor model\."):
-        base.account(wanted, {}, lambda name: False)
+        base.check_tensors(wanted, {}, lambda name: False)
     base.add_prefix("model.", wanted)
-    base.account(wanted, {}, lambda name: False)
+    base.check_tensors(wanted, {}, lambda name: False)
     assert all(torch.equal(base.read(name), original[name]) for name in wanted)
