@@ -161,7 +161,7 @@ def offloads_to_nvme(options: dict[str, Any]) -> bool:
 def compiled_extensions(options: dict[str, Any]) -> tuple[str, ...]:
     """Returns the extensions of torch that DeepSpeed compiles in ranks with these options, as their folders are called.
 
-    Without such options there are none: `offload.optimizer cpu` compiles in a folder of its own (engine/cpu_adam.py).
+    Without such options there are none: `offload.optimizer cpu` compiles in a folder of its own (cpu_adam.py).
     """
     zero = options.get("zero_optimization")
     zero = zero if isinstance(zero, dict) else {}

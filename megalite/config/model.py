@@ -103,7 +103,7 @@ class ModelConfig(Section):
     num_key_value_heads: DerivedInt = Field(default_factory=lambda data: data["num_attention_heads"], examples=[2])
     """Number of key and value heads (grouped-query attention). Left out or null: `num_attention_heads`."""
 
-    # rounded down: model_rules.py refuses a hidden_size that does not divide, with numbers
+    # rounded down: rules/model.py refuses a hidden_size that does not divide, with numbers
     head_dim: DerivedInt = Field(
         default_factory=lambda data: data["hidden_size"] // data["num_attention_heads"], examples=[64]
     )

@@ -3,7 +3,7 @@
 The rules are NCCL's. A stage's operations of one communicator run one at a time, in the order in which they were begun;
 a send ends only together with its reception. Beginning an operation takes no time; a pass waits for the message that
 it needs, a send until at most as many of the stage's earlier ones are on their way as the model has chunks
-(`_await_sends` in engine/pipeline_runtime.py), and the end of the step for everything. No torch.
+(`_await_sends` in the engine's pipeline_runtime.py), and the end of the step for everything. No torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megalite.schedules.program import Compute, Message, MessageKind, Program, R
 class Communicators(enum.Enum):
     """Rule by which operations of a stage share a communicator."""
 
-    # those with one source and one target. The engine's process groups (engine/stage_messages.py) hold messages of
+    # those with one source and one target. The engine's process groups (stage_messages.py) hold messages of
     # several pairs each, but none of two pairs of one stage, so what waits for what is the same
     ORDERED_PAIR = enum.auto()
     SIDE = enum.auto()  # those with earlier stages, and those with later ones: programs end with these too

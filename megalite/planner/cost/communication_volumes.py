@@ -201,7 +201,7 @@ def data_moved(job: TrainingWorkload, stage: StageShape) -> Moved:
 def _from_tied_head(job: TrainingWorkload, stage: StageShape) -> int:
     """Returns the bytes of the gradients that a tied head on another stage hands over to the embedding.
 
-    They come as one sum per step, in as many parts as `_tied_parts` in engine/pipelined.py says.
+    They come as one sum per step, in as many parts as `_tied_parts` in pipelined.py says.
     """
     is_tied = job.model.tie_word_embeddings and stage.has_embedding and not stage.has_head
     if not is_tied or job.trains_adapters:

@@ -110,7 +110,7 @@ def with_process(one: StageMemory, job: TrainingWorkload, process_bytes: float) 
 
 
 def kept_messages(job: TrainingWorkload, stage: int, device: Device) -> int:
-    """Returns the number of messages beside inputs and outputs of chunks (engine/pipeline_runtime.py): what arrives for
+    """Returns the number of messages beside inputs and outputs of chunks (pipeline_runtime.py): what arrives for
     the next pass, with several chunks for another too, and what has been sent. NCCL tells when a message is gone; of
     gloo's as many are kept as the model has chunks, and one more."""
     layout, count = job.layout, job.micro_batches

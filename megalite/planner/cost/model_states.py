@@ -66,7 +66,7 @@ def with_frozen_weights(states: States, size: int, numbers: int) -> States:
 
 
 def _reduced_beside_backward(job: TrainingWorkload, numbers: float, largest: float) -> States:
-    """Follows engine/gradient_reduction.py: gradients are added to flat sums, those of BF16_Optimizer
+    """Follows engine/reduction/gradient_reduction.py: gradients are added to flat sums, those of BF16_Optimizer
     (runtime/bf16_optimizer.py) or ones that live from a bucket's first gradient to the end of the step. A bucket is
     rounded for the sum over replicas, or copied by gloo. fp32 weights are updated where they are."""
     size, accumulated, d = BYTES[job.dtype], BYTES[job.gradient_accumulation_dtype], job.layout.data_parallel_size

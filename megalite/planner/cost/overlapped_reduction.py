@@ -1,6 +1,6 @@
 """Time of ZeRO-1's reduction of gradients beside the last backward passes. Pure arithmetic, no torch.
 
-engine/gradient_reduction.py starts a bucket as soon as the last micro-batch has made its last gradient, from the
+gradient_reduction.py starts a bucket as soon as the last micro-batch has made its last gradient, from the
 model's end to its beginning, one after the other. So what can hide is what follows in the step: the rest of that
 backward pass, those of the chunks before, and the wait for stages that end later. The last bucket, which holds the
 first layers of a stage, begins when the stage is through.

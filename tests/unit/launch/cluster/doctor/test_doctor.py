@@ -1,4 +1,4 @@
-"""What the doctor makes of hand-written answers. What hosts answer: test_doctor_facts.py, tests/cluster."""
+"""What the doctor makes of hand-written answers. What hosts answer: test_host_probe.py, tests/cluster."""
 
 from __future__ import annotations
 
