@@ -43,7 +43,7 @@ class ModelPlacement:
 
 @dataclass(frozen=True)
 class GenerateOptions:
-    """What a user has asked `megalite generate` for."""
+    """The options that a user has given `megalite generate`."""
 
     place: ModelPlacement
     prompts: list[str]  # none in chat: what is typed
@@ -81,7 +81,7 @@ class GenerateOptions:
 
 @dataclass(frozen=True)
 class EvaluateOptions:
-    """What a user has asked `megalite evaluate` for; None and empty: those of the run, or everything."""
+    """The options that a user has given `megalite evaluate`; None and empty: those of the run, or everything."""
 
     place: ModelPlacement
     text: list[str]  # sources, as `megalite prepare` takes them
