@@ -1,4 +1,4 @@
-"""The errors of this package, for what a user can correct, and the words that its sentences share."""
+"""The errors of this package, for what a user can correct, and the list of names that their sentences share."""
 
 from collections.abc import Sequence
 

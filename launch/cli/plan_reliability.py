@@ -1,5 +1,4 @@
-"""The command `megalite plan reliability`: failures, checkpoint interval and goodput of jobs of given sizes. No torch
-here."""
+"""The command `megalite plan reliability`: failures, checkpoint interval and goodput of a run by its GPUs. No torch."""
 
 from __future__ import annotations
 

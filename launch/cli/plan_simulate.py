@@ -1,5 +1,4 @@
-"""The command `megalite plan simulate`: simulates long runs with failures, hangs, spare nodes, checkpoints and
-stragglers. No torch here."""
+"""The command `megalite plan simulate`: long runs with failures, spare nodes, checkpoints and stragglers. No torch."""
 
 from __future__ import annotations
 

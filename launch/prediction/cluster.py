@@ -1,5 +1,4 @@
-"""The cluster of a plan: described in a file, listed in a hostfile, given by numbers on the command line, or this
-machine. No torch here."""
+"""The cluster of a plan: from a file, a hostfile, numbers on the command line, or this machine. No torch here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counts the samples that hold no target which carries loss: a step that reads only such samples learns nothing."""
+"""Warns of data some of whose samples hold no target that carries loss: steps that read them learn nothing."""
 
 from __future__ import annotations
 

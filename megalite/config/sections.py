@@ -1,5 +1,4 @@
-"""All options of a run but those of `model`, `data` and tracking services: one class per section, in the order in which
-`Config` has them.
+"""All options of a run but those of `model`, `data` and tracking services: a class per section, in `Config`'s order.
 
 To add an option, add an annotated field with a docstring to its section: the JSON schema, the help and the
 documentation derive from it. Rules about several options belong in rules.py.

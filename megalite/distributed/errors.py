@@ -1,4 +1,4 @@
-"""Errors of the engine that a caller reports in one sentence. No torch."""
+"""Errors of the meeting of ranks and of their messages, which a caller reports in one sentence. No torch."""
 
 from __future__ import annotations
 

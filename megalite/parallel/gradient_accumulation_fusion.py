@@ -1,5 +1,7 @@
-"""Sums of weight gradients `grad^T x`, each added by the GEMM that computes it: no gradient of its own is written, read
-and added, which costs three passes through memory of the size of the weight."""
+"""Weight gradients `grad^T x` that the GEMM which computes them adds to their sum: none is written, read and added.
+
+A gradient of its own would cost three passes through memory of the size of the weight.
+"""
 
 from __future__ import annotations
 

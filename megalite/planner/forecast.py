@@ -1,5 +1,4 @@
-"""The forecast of a run: its length, its checkpoints, and the time that saves and failures take. Pure arithmetic, no
-torch.
+"""The forecast of a run: its length, its checkpoints, and the time that saves and failures take. No torch.
 
 `megalite plan`, its page, `plan reliability` and `plan simulate` all ask here, so that one config on one cluster gets
 one answer.

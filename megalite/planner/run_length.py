@@ -1,5 +1,4 @@
-"""The length of a run: its steps, the time that they take, and the accelerator-hours and the price of that time. Pure
-arithmetic, no torch."""
+"""The length of a run: its steps, their time, and the accelerator-hours and the price of that time. No torch."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""DualPipeV: DeepSeek's DualPipe (arXiv:2412.19437, section 3.2.1) folded at the middle of the model, so that every
-stage holds two chunks and no weight twice. No torch.
+"""DualPipeV: DeepSeek's DualPipe (arXiv:2412.19437, section 3.2.1) folded at the middle of the model. No torch.
 
-In the middle of a step each stage takes a forward through one chunk and a whole backward through the other in turns.
-DeepSeek runs the two at once, so that the messages between experts of one hide behind the computation of the other;
-here they are two passes, one after the other. At both ends weight gradients fill the time until more arrive.
+Every stage holds two chunks, and no weight twice. In the middle of a step each stage takes a forward through one chunk
+and a whole backward through the other in turns. DeepSeek runs the two at once, so that the messages between experts of
+one hide behind the computation of the other; here they are two passes, one after the other. At both ends weight
+gradients fill the time until more arrive.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""ZB-V, the schedule of two chunks per stage whose bubble vanishes where forward, input gradient and weight gradient
-take equally long: Qi 2023 (arXiv:2401.10241), section 6, and V-ZB in Qi 2024 (arXiv:2405.15362). No torch.
+"""ZB-V (Qi 2023, 2024): two chunks per stage, no bubble where the three kinds of passes take equally long. No torch.
 
-The model is folded at its middle: the first stage holds the first and the last chunk, so that gradients begin on the
-stage where activations begin, and every stage holds up to 2 p activations of chunks: as much as 1F1B's first stage.
+Qi 2023 (arXiv:2401.10241), section 6, and V-ZB in Qi 2024 (arXiv:2405.15362): the kinds are forward, input gradient and
+weight gradient. The model is folded at its middle: the first stage holds the first and the last chunk, so that
+gradients begin on the stage where activations begin, and every stage holds up to 2 p activations of chunks: as much as
+1F1B's first stage.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The numbers at the top of the page."""
+"""The tiles at the top of a run's page: its most important numbers, as `megalite status` counts them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Loads the config of a run: options that `model` leaves out come from the weights it starts from or its family, and
-prefixes of prepared data from the patterns that match them.
+"""Loads the config of a run and completes it: options of `model` from weights or family, prefixes from patterns.
 
 So a config for a Hugging Face model need not copy sizes, and the run's own config.yaml has all of them: a resume does
 not need the model's folder any more.

@@ -1,5 +1,4 @@
-"""Rules about several options, by subject: a function yields a sentence with the reason and a value that works for each
-broken rule.
+"""Rules about several options, by subject: for each broken rule a sentence with the reason and a value that works.
 
 `broken_rules` runs all of them; rules about replicas or the device pass while those are unknown.
 """

@@ -1,5 +1,4 @@
-"""The HTTP server that Prometheus asks. It lives in a process that trains, from which no client may take all threads
-and file descriptors."""
+"""The HTTP server that Prometheus asks, in a process that trains: no client may take all threads and descriptors."""
 
 from __future__ import annotations
 

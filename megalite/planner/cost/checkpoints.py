@@ -1,5 +1,4 @@
-"""Checkpoints of a job with random failures: their size, the time to write them, the best interval between them, and
-the useful time of the job, by closed forms. Pure arithmetic, no torch.
+"""Checkpoints of a job with random failures: size, time to write, best interval, useful time, by closed forms.
 
 Failures are a Poisson process with a mean time between failures (MTBF) M. All durations are in seconds.
 """

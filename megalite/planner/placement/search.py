@@ -1,5 +1,4 @@
-"""Searches for the placement of least cost: constructions, improvement by swaps, and an exact search where it is
-small.
+"""Searches for the placement of least cost: constructions, improvement by swaps, an exact search where it is small.
 
 In: `Costs`. Out: picks, (node, number of ranks) in rank order. Everything is a function of the nodes' names, sizes and
 switches: the same nodes give the same picks, and limits are on work, never on time.

@@ -1,5 +1,4 @@
-"""Cost of failures for a job of a given size: its MTBF, checkpoint interval and lost hours. Pure
-arithmetic, no torch.
+"""Cost of failures for a job of a given size: its MTBF, checkpoint interval and lost hours. No torch.
 
 `at_scale` answers for one number of GPUs, `goodput_against_interval` for one number at several intervals.
 Every answer comes with the published band of failure rates, because the rate is what is known least.
