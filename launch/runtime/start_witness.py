@@ -28,7 +28,7 @@ from megalite.distributed.rank_admission import FOLDER, is_loopback_address
 
 # by these a supervisor knows a rank (launch/cluster/ssh/agent.py), which a witness is not
 NUMBERS = ("RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
-SIZES = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "PET_NNODES")
+SIZES = ("WORLD_SIZE", "PET_NNODES")
 LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
 # of Open MPI and of hydra (MPICH, Intel MPI), whose mpirun ends all ranks when one has failed, and of such an srun;
 # but between hydra and ranks with a RANK stands a program of DeepSpeed's, which ends with 0 whatever its rank does
@@ -133,7 +133,8 @@ class StartWitness:
 
 def _may_be_missed(environment: Mapping[str, str]) -> bool:
     """Returns whether other hosts may wait for this rank when it has failed, and nobody starts it again."""
-    size = next((environment[name] for name in SIZES if name in environment), "1")
+    step_size = environment.get("SLURM_STEP_NUM_TASKS", "1") if slurm_step.is_step(environment) else "1"
+    size = next((environment[name] for name in SIZES if name in environment), step_size)
     local_size = next((environment[name] for name in LOCAL_SIZES if name in environment), "")
     is_here = is_loopback_address(environment.get("MASTER_ADDR", ""))  # where no other host reaches rank 0
     is_of_mpi = bool(ALL_END & environment.keys()) and "RANK" not in environment

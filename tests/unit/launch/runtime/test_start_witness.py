@@ -9,7 +9,7 @@ from launch.runtime.rank_environment import Rank, read_rank
 from launch.runtime.start_witness import StartWitness
 from launch.trainer.start import joining
 from megalite.distributed.start_failures import StartFailure
-from tests.unit.launch.runtime.test_rank_environment import STEP
+from tests.unit.launch.runtime.test_rank_environment import INTERACTIVE, STEP
 
 TWO = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "node1"}
 MPICH = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "1", "MPI_LOCALRANKID": "0", "WORLD_SIZE": "2"}
@@ -19,6 +19,7 @@ BEGINS = {  # environment -> whether a witness is started
     "on one host": (TWO | {"LOCAL_WORLD_SIZE": "2"}, False),
     "on loopback": (TWO | {"MASTER_ADDR": "127.0.0.1"}, False),
     "srun": (STEP, True),
+    "the shell of an interactive step": (INTERACTIVE, False),
     "srun that ends all": (STEP | {"SLURM_KILL_BAD_EXIT": "1"}, False),
     "Open MPI": ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0", "WORLD_SIZE": "2"}, False),
     "hydra": (MPICH, False),
