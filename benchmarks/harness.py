@@ -46,7 +46,7 @@ def machine(*packages: str) -> str:
 
 def mount_of(folder: Path) -> str:
     """Returns the device of a folder and its file system."""
-    command = ["df", "--output=source,fstype", folder]
+    command = ["df", "--output=source,fstype", str(folder)]
     return " ".join(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-2:])
 
 

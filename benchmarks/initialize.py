@@ -32,6 +32,7 @@ from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 from benchmarks import harness
 from benchmarks.checkpoint.memory import peak
@@ -139,8 +140,8 @@ def _engine(hub: ModelFolder, parallel: dict[str, int], ranks: int) -> Engine:
     from megalite.engine.build import build_engine
     from models.decoder import decoder_layers
 
-    options = {"parallel": parallel, "precision": {"dtype": "bf16"}}
-    config = harness.config_of(hub.model.model_dump(), ranks, 64, **options)
+    model = hub.model.model_dump()
+    config = harness.config_of(model, ranks, 64, parallel=parallel, precision={"dtype": "bf16"})
     return build_engine(decoder_layers(config.model), config, resolve_layout(config, ranks, "cpu"))
 
 
@@ -149,12 +150,8 @@ def _slices(engine: Engine, folder: Path) -> None:
     from launch.conversion.huggingface.model_folder import open_model_folder
     from megalite.checkpoint import engine_state as loading
 
-    refresh = loading.refresh
-    loading.refresh = lambda engine: None
-    try:
+    with patch.object(loading, "refresh", lambda engine: None):
         loading.load_engine(engine, open_model_folder(folder).reader, weights_only=True)
-    finally:
-        loading.refresh = refresh
 
 
 def _ranges(engine: Engine, hub: ModelFolder, folder: Path) -> tuple[list[Range], int]:

@@ -56,8 +56,9 @@ def config_of(variant: str) -> Any:
         "num_hidden_layers": 4,
         "num_attention_heads": 8,
     }
-    options = {"precision": {"dtype": "fp32"}, "training": {"gradient_clipping": 0.5}, "offload": OPTIONS[variant]}
-    return harness.config_of(model, MICRO_BATCHES * ROWS, SEQUENCE, micro_batch=ROWS, **options)
+    options: dict[str, Any] = {"training": {"gradient_clipping": 0.5}, "offload": OPTIONS[variant]}
+    rows = MICRO_BATCHES * ROWS
+    return harness.config_of(model, rows, SEQUENCE, micro_batch=ROWS, precision={"dtype": "fp32"}, **options)
 
 
 def engine_of(variant: str) -> Any:
@@ -99,12 +100,12 @@ def peak_mib(variant: str) -> float:
     return peak_memory_mib() - before
 
 
-def kept_activations(engine: Any) -> tuple[float, float]:
+def kept_activations(engine: Any) -> tuple[float, ...]:
     """Returns the MiB that blocks keep for one micro-batch's backward, and those of them that are on the device."""
     import megalite.engine.stages as stages
     from megalite.parallel.activation_offload import OffloadedStorage
 
-    head_loss, found = stages.head_loss, []
+    head_loss, found = stages.head_loss, list[tuple[float, ...]]()  # type: ignore[attr-defined]
 
     def counted(*arguments: Any) -> Any:
         moved = [each for each in gc.get_objects() if isinstance(each, OffloadedStorage)]
@@ -121,7 +122,7 @@ def kept_activations(engine: Any) -> tuple[float, float]:
     return found[-1]
 
 
-def compare(rounds: int) -> tuple[dict[str, list[float]], dict[str, tuple[float, float]], tuple[float, float]]:
+def compare(rounds: int) -> tuple[dict[str, list[float]], dict[str, tuple[float, float]], tuple[float, ...]]:
     """Returns each variant's seconds per step, how far its last loss (relative) and weights (absolute) are from those
     without offloading, and `kept_activations`."""
     import torch
@@ -173,7 +174,7 @@ def rows_of(took: dict[str, list[float]], apart: dict[str, tuple[float, float]],
     return rows
 
 
-def report(rows: Sequence[str], kept: tuple[float, float], rounds: int, load: harness.Load) -> str:
+def report(rows: Sequence[str], kept: tuple[float, ...], rounds: int, load: harness.Load) -> str:
     """Returns the results file, up to what is written by hand below it."""
     columns = ("ms a step", "of none (quartiles)", "loss differs by", "weights differ by", "peak MiB here")
     return harness.page(

@@ -61,7 +61,7 @@ def initial_weights() -> dict[str, Any]:
     return {
         piece.name: parameter.detach()[piece.target].clone()
         for _, parameter in named_shards(layers)
-        for piece in parameter.shard.pieces()
+        for piece in parameter.shard.pieces()  # type: ignore[attr-defined]
     }
 
 
@@ -214,7 +214,8 @@ def _pipelined(rank: int) -> Step:
             self.embed = whole.model.embed_tokens if rank == 0 else None
             self.layers = whole.model.layers[:half] if rank == 0 else whole.model.layers[half:]
             self.rotary = whole.model.rotary_emb
-            self.norm, self.head = (None, None) if rank == 0 else (whole.model.norm, whole.lm_head)
+            self.norm: Any = None if rank == 0 else whole.model.norm
+            self.head: Any = whole.lm_head
 
         def forward(self, x: Any) -> Any:
             hidden = x if self.embed is None else self.embed(x)
@@ -232,7 +233,7 @@ def _pipelined(rank: int) -> Step:
     optimizer, steps = adamw(stage_model.parameters()), iter(tokens_of_steps())
 
     def step() -> float:
-        tokens, losses = torch.from_numpy(next(steps)), []
+        tokens, losses = torch.from_numpy(next(steps)), list[torch.Tensor]()
         if rank == 0:
             schedule.step(tokens[:, :-1].contiguous())
         else:

@@ -85,10 +85,11 @@ class SleepingActivity(Activity):
 def measure(rank: int, schedules: list[Schedule], steps: int) -> dict[Schedule, list[RankStep]]:
     """Runs the steps of every schedule on one rank."""
     from megalite.engine.pipeline import pipelined
+    from megalite.engine.pipeline.pipeline_runtime import ProgramRun
 
     peaks: list[int] = []
 
-    class CountedRun(pipelined.ProgramRun):
+    class CountedRun(ProgramRun):
         """Keeps each run's peak."""
 
         def run(self, program: Program) -> list[Any]:
@@ -96,7 +97,7 @@ def measure(rank: int, schedules: list[Schedule], steps: int) -> dict[Schedule, 
             peaks.append(self.peak_alive)
             return losses
 
-    pipelined.ProgramRun = CountedRun  # type: ignore[misc]  # this process runs nothing else
+    pipelined.ProgramRun = CountedRun  # type: ignore[attr-defined]  # this process runs nothing else
     return {schedule: _steps(rank, schedule, steps, peaks) for schedule in schedules}
 
 

@@ -101,7 +101,7 @@ def make_run(run_dir: Path, steps: int, size: int) -> None:
             account = {"productive": float(step), "startup": 9.0}
             saved = {"time": BEGAN + step, "event": "saved", "step": step, "bytes": 1_000_000, "account": account}
             file.write(json.dumps(saved) + "\n")
-    counted = {("step",): float(steps), ("time",): BEGAN + steps}
+    counted: dict[tuple[str, ...], float] = {("step",): float(steps), ("time",): BEGAN + steps}
     keep_shown(run_dir / SHOWN, {"megalite_steps_total": {("taken",): float(steps)}, COUNTED_UP_TO: counted})
 
 

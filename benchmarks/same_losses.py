@@ -92,7 +92,7 @@ def records(run_dir: Path) -> list[dict[str, object]]:
 def digests(run_dir: Path) -> dict[str, object]:
     """SHA-256 of each file with tensors of the newest checkpoint."""
     newest = max((run_dir / "checkpoints").glob("step_*"))
-    return json.loads((newest / "manifest.json").read_text())["files"]  # type: ignore[no-any-return]
+    return json.loads((newest / "manifest.json").read_text())["files"]
 
 
 def compare(mine: Path, other: Path, folder: Path, layouts: dict[str, tuple[str, ...]]) -> list[str]:

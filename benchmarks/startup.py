@@ -98,7 +98,8 @@ def start(tree: Path, folder: Path, config: Path, cache: Path) -> Start:
 def measure(trees: Sequence[Path], folder: Path, rounds: int) -> tuple[list[Start], list[Start]]:
     """Starts both trees in turns; returns the starts of each."""
     shutil.copy(TRACE, folder)
-    config, taken = write_config(folder), ([], [])
+    config = write_config(folder)
+    taken: tuple[list[Start], list[Start]] = ([], [])
     for number in range(rounds + 1):
         for which in (0, 1) if number % 2 else (1, 0):
             found = start(trees[which], folder, config, folder / "known")

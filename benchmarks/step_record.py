@@ -100,7 +100,8 @@ def measure(rank: int, parallel: dict[str, int], micro_batch: int, turns: int) -
                 recorder.after_barrier(number, profile_next=False)
         return TimedTurn((time.process_time() - began_cpu) / STEPS, (time.perf_counter() - began) / STEPS)
 
-    recorder, taken = StepRecorder(engine, config, number, requests.group), ([], [])
+    recorder = StepRecorder(engine, config, number, requests.group)
+    taken: tuple[list[TimedTurn], list[TimedTurn]] = ([], [])
 
     def with_record() -> None:
         with recorder:

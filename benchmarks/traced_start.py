@@ -46,14 +46,14 @@ def command() -> None:
     from launch.cli import app  # noqa: F401
     from launch.trainer import local_run
 
-    marks, start_ranks = Marks("command"), local_run.start_local_ranks
+    marks, start_ranks = Marks("command"), local_run.start_local_ranks  # type: ignore[attr-defined]
     marks.begin("checks before ranks")
 
     def start_traced_rank(mesh: Any, environment: dict[str, str], arguments: Any) -> int:
         marks.end()
         return start_ranks(mesh, environment, arguments, "traced_start")
 
-    local_run.start_local_ranks = start_traced_rank  # type: ignore[assignment]
+    local_run.start_local_ranks = start_traced_rank  # type: ignore[assignment, attr-defined]
     main()
 
 
@@ -61,20 +61,22 @@ def rank() -> None:
     """Runs one rank, with the parts of its start that it tells a user who waits for long."""
     import launch.train as entry
     from launch.runtime.rank_process import run_to_the_end
+    from launch.runtime.startup_progress import StartupProgress
+    from megalite.monitor.records.step import StepRecord
 
     marks = Marks("rank")
 
-    class TracedProgress(entry.StartupProgress):
+    class TracedProgress(StartupProgress):
         def begin(self, what: str) -> None:
             marks.begin(what)
             super().begin(what)
 
-        def on_step(self, record: dict[str, Any]) -> None:
+        def on_step(self, record: StepRecord) -> None:
             if record["step"] == 1:
                 marks.end()
             super().on_step(record)
 
-    entry.StartupProgress = TracedProgress  # type: ignore[misc]
+    entry.StartupProgress = TracedProgress  # type: ignore[attr-defined]
     run_to_the_end(entry.main)
 
 

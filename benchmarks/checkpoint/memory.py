@@ -51,7 +51,7 @@ def save_memory_rank(rank: int, root: Path, model: dict[str, int], zero_stage: i
 
     trainer = Trainer(model, 2, zero_stage)
     engine = trainer.engine
-    shards = [parameter.shard for _, parameter in engine.parameters()]
+    shards = [parameter.shard for _, parameter in engine.parameters()]  # type: ignore[attr-defined]
     turn = Turn(
         state=sum(block.numbers.nbytes for block in own_blocks(engine).blocks) / MIB,
         largest=4 * max(math.prod(shard.local_shape) for shard in shards) / MIB,

@@ -106,7 +106,7 @@ def settle(root: Path, *, remove: bool = True) -> None:
 
 def idle_share() -> float:
     """Measures the idle share of all processors' time over half a second."""
-    before, _, after = processor_times(), time.sleep(0.5), processor_times()
+    before, _, after = processor_times(), time.sleep(0.5), processor_times()  # type: ignore[func-returns-value]
     passed = [late - early for early, late in zip(before, after, strict=True)]
     return (passed[3] + passed[4]) / sum(passed)
 

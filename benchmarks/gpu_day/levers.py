@@ -125,6 +125,6 @@ def run(context: Context) -> None:
 def _measured(context: Context, row: LeverRow, lever: str) -> dict[str, Any]:
     folder = context.fresh_folder(f"{context.part}_{lever}")
     config = context.write_config(f"{folder.name}_config", row.config(folder))
-    options = [*context.overrides, *LEVERS[lever]]
-    words = ["-m", "benchmarks.gpu_day.lever_step", config, context.device, str(row.document_length), *options]
-    return {"options": options, **context.json_of(*words)}
+    row_options = [str(row.document_length), *context.overrides, *LEVERS[lever]]
+    found = context.json_of("-m", "benchmarks.gpu_day.lever_step", config, context.device, *row_options)
+    return {"options": row_options[1:], **found}

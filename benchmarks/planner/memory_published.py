@@ -86,7 +86,7 @@ def _stage_memory(job: TrainingWorkload, stage: int, shape: StageShape, device: 
     states = published_states(job, shape.parameters)
     p, v, tp = layout.pipeline_parallel_size, layout.pipeline_chunks, layout.tensor_parallel_size
     s, b, h = job.sequence_length, layout.micro_batch_size, model.hidden_size
-    recompute: Recompute = layout.recompute
+    (recompute,) = set(layout.recompute_by_stage)  # no published row has several
     if recompute == "none" and job.stack.attention != "materialized":
         recompute = "selective"  # FlashAttention keeps no scores
     block = korthikanti_block_bytes(s, b, h, model.num_attention_heads, tp, recompute, layout.sequence_parallel)

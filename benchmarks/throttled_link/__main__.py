@@ -123,19 +123,15 @@ def row(case: LinkCase, rate: float, first: list[LinkStep], second: list[LinkSte
         ", ".join(dict.fromkeys(megabytes)),
         f"{median(first, lambda step: step.backward_s):.2f}",
     ]
+    reduced, by_end = ["", "", ""], ["", ""]
     if case.zero == 1:
         hideable = median(first, lambda step: step.hideable_s)
         reduction, exposed = (median(steps, lambda step: step.exposed_s) for steps in (first, second))
-        cells += [f"{reduction:.2f}", f"{exposed:.2f}", f"{hideable:.2f} ({hideable / reduction:.0%})"]
-    else:
-        cells += ["", "", ""]
-    cells += [f"{times[0]:.2f}", f"{times[1]:.2f}", harness.quartiles(saved)]
-    cells.append(f"{statistics.median(b.step_s / a.step_s for a, b in zip(first, second, strict=True)):.2f}")
-    if case.zero == 1:
+        reduced = [f"{reduction:.2f}", f"{exposed:.2f}", f"{hideable:.2f} ({hideable / reduction:.0%})"]
         sent = [f"{median(steps, lambda step: step.sent):.0%}" for steps in (first, second)]
-        cells += [f"{statistics.median(saved) / hideable:.2f}", " and ".join(sent)]
-    else:
-        cells += ["", ""]
+        by_end = [f"{statistics.median(saved) / hideable:.2f}", " and ".join(sent)]
+    ratio = statistics.median(b.step_s / a.step_s for a, b in zip(first, second, strict=True))
+    cells += [*reduced, f"{times[0]:.2f}", f"{times[1]:.2f}", harness.quartiles(saved), f"{ratio:.2f}", *by_end]
     return harness.row(cells)
 
 

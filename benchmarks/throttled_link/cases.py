@@ -47,9 +47,9 @@ class LinkCase:
             "zero_stage": self.zero,
             "gradient_bucket_size": 7 * hidden**2,  # about half a block
         }
-        options = {"precision": {"dtype": "fp32"}, "deepspeed": {"zero_optimization": zero_optimization}}
+        options: dict[str, Any] = {"deepspeed": {"zero_optimization": zero_optimization}, "parallel": parallel}
         rows = self.micro_batches * self.rows * REPLICAS
-        return config_of(model, rows, SEQUENCE, micro_batch=self.rows, parallel=parallel, **options)
+        return config_of(model, rows, SEQUENCE, micro_batch=self.rows, precision={"dtype": "fp32"}, **options)
 
 
 SLEEPS: dict[str, Any] = {"sleep_s": 1.0, "rows": 1}

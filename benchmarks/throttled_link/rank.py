@@ -122,13 +122,13 @@ def main() -> None:
     os.dup2(2, 1)  # what libraries print must not be taken for an answer
     case = next(case for case in CASES if case.name == sys.argv[1])
     start_distributed(int(os.environ["LOCAL_RANK"]))
-    partitioned_step.GradientReducer = WatchedReducer  # type: ignore[misc]  # this process runs nothing else
+    partitioned_step.GradientReducer = WatchedReducer  # type: ignore[attr-defined]  # this process runs nothing else
     groups: list[dist.ProcessGroup] = []
     sides = [build(case, settings, groups) for settings in case.settings]
     draw = np.random.default_rng(dist.get_rank())
     for engine in sides * WARM_UP_STEPS:
         train(engine, case, draw)
-    numbers = sum(math.prod(parameter.shard.local_shape) for _, parameter in sides[0].parameters())  # type: ignore[attr-defined]
+    numbers = sum(math.prod(parameter.shard.local_shape) for _, parameter in sides[0].parameters())  # type: ignore[attr-defined, misc]
     print(json.dumps(numbers), file=answers, flush=True)
     for line in sys.stdin:
         side, WatchedReducer.is_kept_back = json.loads(line)
