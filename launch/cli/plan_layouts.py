@@ -47,11 +47,11 @@ from megalite.planner.explanation import caveats, explain, why_nothing_fits
 from megalite.planner.forecast import forecast_of
 from megalite.planner.hardware import Cluster, is_guess
 from megalite.planner.longest_context import ContextLength, context_lengths
-from megalite.planner.search import DATA, MICRO_BATCH, SearchResult, judged, search
+from megalite.planner.search import DATA, MICRO_BATCH, SCHEDULE, SearchResult, judged, search
 from megalite.units import plural
 
 log = get_logger(__name__)
-ALL_AUTO = tuple(f"{dotted(path)}=auto" for path in (*PLACEHOLDERS, DATA))
+ALL_AUTO = tuple(f"{dotted(path)}=auto" for path in (*PLACEHOLDERS, DATA) if path != SCHEDULE)
 
 
 class LayoutOptions(CommandOptions):

@@ -21,8 +21,8 @@ from launch.trainer.start.resume import RunSetup, Start
 from launch.trainer.start.run_folder import layout_facts
 from megalite.checkpoint.durable_files import room_at
 from megalite.config import Config, ResolvedLayout
-from megalite.planner.cost.adapters import adapter_numbers
 from megalite.planner.cost.checkpoints import megalite_bytes_per_parameter
+from megalite.planner.cost.model_states import adapter_numbers
 from megalite.planner.cost.stage_parameters import StageShape, parameters, stage_shapes, stages_of
 from megalite.units import about, count, duration, epochs, gib, of_stages, plural, seconds
 

@@ -16,6 +16,7 @@ AUTO = "auto"
 PLACEHOLDERS: dict[OptionPath, Any] = {
     ("parallel", "tensor_parallel_size"): 1,
     ("parallel", "pipeline_parallel_size"): 1,
+    ("parallel", "pipeline_schedule"): "1f1b",
     ("parallel", "sequence_parallel"): False,
     ("parallel", "zero_stage"): 1,
     ("training", "micro_batch_size"): 1,

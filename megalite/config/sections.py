@@ -40,7 +40,7 @@ class ParallelConfig(Section):
     """Number of stages that the layers are divided among; the division may be uneven."""
 
     pipeline_schedule: PipelineSchedule = Field(default="1f1b", examples=["1f1b"])
-    """Order in which pipeline stages compute; `megalite plan schedule` draws and times each."""
+    """Order in which pipeline stages compute; `megalite plan schedule` draws each, `auto` is the fastest that fits."""
 
     pipeline_chunks: RankCount | None = Field(default=None, examples=[1])
     """Pieces of the model on each pipeline stage. Left out: as few as the schedule needs, 1 or 2."""

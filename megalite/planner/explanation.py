@@ -111,7 +111,7 @@ def why_nothing_fits(config: Config, result: SearchResult, free: frozenset[Optio
 
 def _remedy(config: Config, result: SearchResult, free: frozenset[OptionPath]) -> str:
     cluster = result.cluster
-    if stated := sorted(CHOOSABLE - free):
+    if stated := sorted(CHOOSABLE - free - {SCHEDULE}):
         freed = search(config, cluster, allocator=result.allocator)
         if freed.best is not None:
             values = freed.best.options

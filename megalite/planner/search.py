@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
 from megalite.config import Config, ConfigError, ResolvedLayout, resolve_layout
-from megalite.config.auto import CHOOSABLE
+from megalite.config.auto import CHOOSABLE, PLACEHOLDERS
 from megalite.config.suggestions import OptionPath
 from megalite.planner.cost.memory import (
     CPU,
@@ -27,7 +27,7 @@ from megalite.planner.cost.memory import (
 )
 from megalite.planner.cost.step_time import StepTime, step_time
 from megalite.planner.hardware import Cluster
-from megalite.planner.layout_choice import RECOMPUTE_MODES, ROOMY, first_choice, simplicity
+from megalite.planner.layout_choice import ERROR, RECOMPUTE_MODES, ROOMY, first_choice, simplicity
 from megalite.planner.workload import ParallelLayout, TrainingWorkload
 from megalite.schedules.tables import Schedule
 from megalite.units import gib
@@ -126,9 +126,10 @@ def search(
 ) -> SearchResult:
     """Searches all layouts on all accelerators of `cluster`; options that are not `free` stay as the config has them.
 
-    `parallel.pipeline_schedule` and `pipeline_chunks` are never free: layouts that cannot have them are dropped. Where
-    recomputation is free, each stage recomputes only what it must, for more only costs time. Tensor parallelism crosses
-    nodes only where nothing else fits. `allocator` is that of CPU ranks, by default the one that `needs` assumes.
+    A stated `parallel.pipeline_schedule` is never free: layouts that cannot have it are dropped; if it is `auto`, it is
+    1F1B where no other is faster. Where recomputation is free, each stage recomputes only what it must, for more only
+    costs time. Tensor parallelism crosses nodes only where nothing else fits. `allocator` is that of CPU ranks, by
+    default the one that `needs` assumes.
     """
     if cluster.accelerator.device == "cuda":  # a CPU's number formats are the business of the config's rules
         cluster.peak_flops(config.precision.dtype)
@@ -146,6 +147,10 @@ def search(
                 dropped.append(Dropped(_layout(config, tp, pp, ranks.count), str(error)))
         if found:
             break
+    least_s = min((one.time.seconds for one in found), default=0.0) if SCHEDULE in config.unresolved_options else 0.0
+    for place, one in enumerate(found):
+        if one.time.seconds - one.time.parts.get("pipeline bubble", 0.0) < least_s:  # it may become the fastest
+            found[place] = with_faster_schedule(config, one, cluster, check, allocator, ERROR) or one
     # the simpler of two layouts comes first whose times are equal to six digits
     found.sort(key=lambda one: (float(f"{one.time.seconds:.6g}"), *simplicity(one.layout)))
     if found:
@@ -163,25 +168,32 @@ def search(
     return SearchResult(cluster, tuple(found), tuple(dropped), allocator)
 
 
-def judged(config: Config, layout: ResolvedLayout, cluster: Cluster) -> LayoutCandidate:
+def judged(
+    config: Config, layout: ResolvedLayout, cluster: Cluster, allocator: Device | None = None
+) -> LayoutCandidate:
     """Predicts one layout, whether it fits or not."""
     job = TrainingWorkload.of(config, layout)
-    return LayoutCandidate(job, needs(job, cluster), step_time(job, cluster))
+    return LayoutCandidate(job, needs(job, cluster, allocator), step_time(job, cluster))
 
 
-def with_faster_schedule(config: Config, candidate: LayoutCandidate, cluster: Cluster) -> LayoutCandidate | None:
-    """Returns the candidate with the pipeline schedule that makes it fastest, where that is legal, fits, and is
-    noticeably faster; else None."""
-    ranks, found = Ranks.of(cluster), []
-    if candidate.layout.pipeline_parallel_size == 1:
-        return None
-    for schedule in Schedule:
+def with_faster_schedule(
+    config: Config,
+    candidate: LayoutCandidate,
+    cluster: Cluster,
+    check: Check | None = None,
+    allocator: Device | None = None,
+    gain: float = ALIKE,
+) -> LayoutCandidate | None:
+    """Returns the candidate with the pipeline schedule that makes it fastest, where that is legal, fits, and takes less
+    time by `gain`, a part of the step's; else None."""
+    found = []
+    for schedule in Schedule if candidate.layout.pipeline_parallel_size > 1 else ():
         tried = config.with_resolved(candidate.options | {SCHEDULE: schedule.value, CHUNKS: None})
         with suppress(ConfigError):
-            found.append(judged(tried, resolve_layout(tried, ranks.count, ranks.device), cluster))
+            found.append(judged(tried, _checked(tried, Ranks.of(cluster), check), cluster, allocator))
     fitting = [one for one in found if one.fullest.total <= cluster.memory_bytes]
     best = min(fitting, key=lambda one: one.time.seconds, default=candidate)
-    return best if best.time.seconds < (1 - ALIKE) * candidate.time.seconds else None
+    return best if best.time.seconds < (1 - gain) * candidate.time.seconds else None
 
 
 def needs(
@@ -231,6 +243,7 @@ def options_of(layout: ParallelLayout) -> dict[OptionPath, Any]:
     return {
         TENSOR: layout.tensor_parallel_size,
         PIPELINE: layout.pipeline_parallel_size,
+        SCHEDULE: layout.pipeline_schedule,
         DATA: layout.data_parallel_size,
         SEQUENCE: layout.sequence_parallel,
         ZERO: layout.zero_stage,
@@ -325,10 +338,8 @@ def divisors(number: int) -> tuple[int, ...]:
 
 def _simplest(config: Config, tp: int, pp: int, free: frozenset[OptionPath]) -> Config:
     """Returns the config with these sizes; remaining `auto` options take their most permissive values."""
-    values: dict[OptionPath, Any] = {SEQUENCE: False, ZERO: 1, MICRO_BATCH: 1, RECOMPUTE: "none"}
-    return config.with_resolved(
-        {path: value for path, value in values.items() if path in free} | {TENSOR: tp, PIPELINE: pp}
-    )
+    simplest = {path: PLACEHOLDERS[path] for path in (free - {SCHEDULE}) | config.unresolved_options}
+    return config.with_resolved(simplest | {TENSOR: tp, PIPELINE: pp})
 
 
 def _has_stages_as_stated(config: Config, pp: int, free: frozenset[OptionPath]) -> bool:

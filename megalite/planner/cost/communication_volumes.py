@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from megalite.planner.cost.adapters import trained_numbers
+from megalite.planner.cost.model_states import trained_numbers
 from megalite.planner.cost.muon import gathered_over_replicas, gathered_over_tensor_ranks
 from megalite.planner.cost.stage_parameters import StageShape, embedding_parameters
 from megalite.planner.workload import BYTES, TrainingWorkload

@@ -16,8 +16,7 @@ from typing import Literal
 
 from megalite.config.sections import Dtype
 from megalite.planner.cost.activations import BlockWorkload, chunk_bytes, embedding_bytes
-from megalite.planner.cost.adapters import trained_numbers
-from megalite.planner.cost.model_states import BUCKET, MOMENTS, deepspeed_states, with_frozen_weights
+from megalite.planner.cost.model_states import BUCKET, MOMENTS, deepspeed_states, trained_numbers, with_frozen_weights
 from megalite.planner.cost.muon import orthogonalized_numbers
 from megalite.planner.cost.offloading import activations_on_device, optimizer_on_host, without_optimizer
 from megalite.planner.cost.stage_parameters import (

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megalite.config import Config, ResolvedLayout
+from megalite.config import Config, ModelConfig, ResolvedLayout
 from megalite.config.deepspeed import has
-from megalite.planner.cost.adapters import adapter_numbers
+from megalite.config.sections import AdapterConfig
 from megalite.planner.cost.muon import orthogonalized_numbers, working_bytes
-from megalite.planner.cost.stage_parameters import StageShape
+from megalite.planner.cost.stage_parameters import StageShape, cut
 from megalite.planner.workload import BYTES, TrainingWorkload
 
 MOMENTS = {"adamw": 2, "muon": 2, "sgd": 0}  # numbers per parameter; Muon keeps one of a matrix in a block
@@ -203,3 +203,25 @@ def state_bytes(config: Config, layout: ResolvedLayout, stage: StageShape) -> in
     has_no_weights = has(config.deepspeed, ("zero_optimization", "offload_param"))
     has_no_optimizer = config.is_optimizer_offloaded
     return (0 if has_no_weights else weights) + (0 if has_no_optimizer else optimizer)
+
+
+def trained_numbers(job: TrainingWorkload, stage: StageShape) -> int:
+    """Returns the numbers on one rank of a stage that are trained, before ZeRO cuts them, padding included."""
+    if not job.trains_adapters:
+        return stage.parameters
+    return adapter_numbers(job.model, job.adapter, stage, job.layout.tensor_parallel_size)
+
+
+def adapter_numbers(model: ModelConfig, adapter: AdapterConfig, stage: StageShape, tensor_parallel_size: int) -> int:
+    """Returns the numbers of adapters on one rank of a stage; 0 without any."""
+    tp, hidden, features = tensor_parallel_size, model.hidden_size, model.intermediate_size
+    query, key_value = (heads * model.head_dim for heads in (model.num_attention_heads, model.num_key_value_heads))
+    by_column = {"q_proj": query, "k_proj": key_value, "v_proj": key_value}
+    by_row = {"o_proj": query}
+    if model.num_experts is None:
+        by_column |= {"gate_proj": features, "up_proj": features} if model.gated_mlp else {"up_proj": features}
+        by_row["down_proj"] = features
+    # of each projection one factor is cut as the weight is, the other has a side of `hidden` and is whole
+    cut_sides = sum(cut(size, tp) for name, size in (by_column | by_row).items() if adapter.adapts(name))
+    whole_sides = sum(hidden for name in by_column | by_row if adapter.adapts(name))
+    return stage.blocks * adapter.rank * (cut_sides + whole_sides)

@@ -11,9 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from megalite.planner.cost.adapters import trained_numbers
 from megalite.planner.cost.communication_time import Ring
 from megalite.planner.cost.communication_volumes import Moved
+from megalite.planner.cost.model_states import trained_numbers
 from megalite.planner.cost.stage_parameters import StageShape, cut, embedding_parameters
 from megalite.planner.workload import BYTES, TrainingWorkload
 from megalite.schedules.simulation import LastGradients

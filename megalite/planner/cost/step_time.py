@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 from megalite.config import ModelConfig
 from megalite.planner.cost.activations import BlockWorkload, chunk_bytes
-from megalite.planner.cost.adapters import trained_numbers
 from megalite.planner.cost.communication_time import boundary_leaves_node, boundary_s, data_ring, end_ring, tensor_ring
 from megalite.planner.cost.communication_volumes import Moved, data_moved, hidden_state_bytes, tensor_moved, tied_moved
 from megalite.planner.cost.layer_time import (
@@ -26,6 +25,7 @@ from megalite.planner.cost.layer_time import (
     products_of_backward,
     score_flops,
 )
+from megalite.planner.cost.model_states import trained_numbers
 from megalite.planner.cost.muon import gathered_over_tensor_ranks, orthogonalizing_flops
 from megalite.planner.cost.offloading import exposed_copies_s, host_update_s
 from megalite.planner.cost.overlapped_reduction import reduction_ends_s

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.planner.published import nodes_of
-from megalite.config import Config, ConfigError, resolve_layout
+from megalite.config import Config, ConfigError, ResolvedLayout, resolve_layout
 from megalite.config.auto import AUTO, CHOOSABLE
 from megalite.config.suggestions import OptionPath, dotted
 from megalite.planner import search as module
@@ -340,6 +340,32 @@ def test_a_faster_pipeline_schedule_is_named() -> None:
     assert again.time.seconds == faster.time.seconds < 0.99 * result.candidates[0].time.seconds
     alone = config_of(ODD, 12, 48)
     assert not any("pipeline_schedule" in line for line in caveats(alone, search(alone, cpus(1))))
+
+
+def test_a_schedule_that_is_auto_is_the_fastest_that_fits() -> None:
+    """Of layouts with stages, the one that a config with that schedule stated has; 1F1B where others are refused, and
+    where no stage waits for another."""
+    parallel: dict[str, Any] = {"tensor_parallel_size": 4, "pipeline_parallel_size": 8, "sequence_parallel": True}
+    options: dict[str, Any] = {"precision": {"dtype": "bf16"}, "recompute": {"mode": "none"}}
+    plain = config_of(LLAMA_70B, 128, 4096, parallel=parallel, **options)
+    config = config_of(LLAMA_70B, 128, 4096, parallel=parallel | {"pipeline_schedule": "auto"}, **options)
+    free = config.unresolved_options
+    assert free == {module.SCHEDULE}
+    chosen = search(config, h100(16), free=free).best
+    stated = module.judged(plain, resolve_layout(plain, 128, "cuda"), h100(16))
+    fastest = module.with_faster_schedule(plain, stated, h100(16))
+    assert chosen is not None and fastest is not None and chosen.layout == fastest.layout
+    assert chosen.options[module.SCHEDULE] == fastest.layout.pipeline_schedule != "1f1b"
+
+    def refuse(config: Config, layout: ResolvedLayout) -> None:
+        if layout.pipeline_schedule != "1f1b":
+            raise ConfigError("not here")
+
+    refused = search(config, h100(16), free=free, check=refuse).best
+    assert refused is not None and refused.layout.pipeline_schedule == "1f1b"
+    one_stage = config_of(ODD, 12, 48, parallel={"pipeline_schedule": "auto"})
+    alone = search(one_stage, cpus(1), free=one_stage.unresolved_options).best
+    assert alone is not None and alone.layout.pipeline_schedule == "1f1b"
 
 
 def test_a_faster_pipeline_schedule_must_fit() -> None:

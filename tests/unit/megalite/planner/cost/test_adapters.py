@@ -10,9 +10,9 @@ from megalite.config import ModelConfig
 from megalite.config.sections import AdapterConfig
 from megalite.parallel.adapters import with_adapters
 from megalite.parallel.collectives import TensorParallel
-from megalite.planner.cost.adapters import adapter_numbers
 from megalite.planner.cost.communication_volumes import data_moved
 from megalite.planner.cost.memory import memory_of
+from megalite.planner.cost.model_states import adapter_numbers
 from megalite.planner.cost.stage_parameters import stage_shapes
 from megalite.planner.workload import ParallelLayout, TrainingWorkload
 from models.decoder import decoder_layers

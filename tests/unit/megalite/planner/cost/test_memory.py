@@ -183,8 +183,9 @@ def test_more_replicas_of_a_micro_batch_need_no_more(job: TrainingWorkload, devi
     """The global batch grows along, so that each does as many micro-batches."""
     more = _with(job, data_parallel_size=job.layout.data_parallel_size * factor)
     more = replace(more, global_batch_size=job.global_batch_size * factor)
-    single_gathers_nothing = job.layout.data_parallel_size == 1 and device.kind == "cpu"  # gloo makes a copy
-    if not single_gathers_nothing:
+    # gloo makes a copy for its messages, and ZeRO-2 has a bucket on its way beside the partitions
+    alone_needs_less = job.layout.data_parallel_size == 1 and (device.kind == "cpu" or job.layout.zero_stage == 2)
+    if not alone_needs_less:
         assert _most(more, device) <= _most(job, device) * (1 + 1e-12)
 
 
@@ -194,12 +195,15 @@ def test_recomputing_more_never_needs_more(job: TrainingWorkload, device: Device
     """But for one block's attention, which is there again while it is computed again: where scores are never in memory
     selective recomputation has next to nothing else to save, and full recomputation nothing of a single block. And but
     for the holes that gathering a cut sequence leaves where malloc keeps what is freed: full recomputation gathers
-    twice more in each block, and each leaves up to 1.8 hidden states."""
+    twice more in each block, and each leaves up to 1.8 hidden states. Full recomputation has a block's scores, if they
+    are ever in memory, while gradients of its experts are computed; selective has them after."""
     full, selective, none = (_most(_with(job, recompute=mode), device) for mode in ("full", "selective", "none"))
     hidden = 4 * job.layout.micro_batch_size * job.sequence_length * job.model.hidden_size
     holes = 2 * job.model.num_hidden_layers * 1.8 * hidden * (device.keeps_freed and job.layout.sequence_parallel)
     attention = 4 * hidden
-    assert full <= selective + attention * (1 + device.fragments) + holes
+    of_scores = job.layout.micro_batch_size * job.model.num_attention_heads * job.sequence_length**2
+    scores = 12 * of_scores * (job.model.num_experts is not None)  # at most thrice in fp32: cap, softmax, dropout
+    assert full <= selective + (attention + scores) * (1 + device.fragments) + holes
     assert selective <= none + attention * (1 + device.fragments)
 
 
