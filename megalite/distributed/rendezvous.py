@@ -23,6 +23,7 @@ from pathlib import Path
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store
 from torch.distributed import DistError
 
+from megalite.distributed.agreement import from_all_ranks
 from megalite.distributed.errors import RendezvousFailed
 from megalite.distributed.meeting_store import join, serve
 from megalite.distributed.rank_admission import (
@@ -164,7 +165,7 @@ class Rendezvous:
                 verdict = self._notes.get(VERDICT).decode(errors="replace")
                 if not shared.proves(ALL_PROVEN, verdict):
                     number = verdict.removeprefix(f"{REFUSED} ")
-                    raise RendezvousFailed(self.refusal(int(number) if number.isdecimal() else 0))
+                    raise RendezvousFailed(self._refusal(int(number) if number.isdecimal() else 0))
         self.secret = shared if secret else None
 
     def _check_proofs(self, shared: SharedSecret) -> None:
@@ -175,11 +176,21 @@ class Rendezvous:
             if not shared.proves(f"rank {rank}", proof.decode(errors="replace")):
                 self._notes.set(VERDICT, f"{REFUSED} {rank}")
                 time.sleep(REFUSAL_S)
-                raise RendezvousFailed(self.refusal(rank))
+                raise RendezvousFailed(self._refusal(rank))
         self._notes.set(VERDICT, shared.proof(ALL_PROVEN))
 
-    def refusal(self, rank: int) -> str:
-        """Returns the sentence about a rank that does not know the secret."""
+    def check_members(self) -> None:
+        """Checks that each member of the process group knows the attempt's secret; collective.
+
+        Who can list the keys of the store finds torch's among them and can be in the group before a rank is. Raises
+        RendezvousFailed, or MessageRefused for what is no proof at all.
+        """
+        if (secret := self.secret) is not None:
+            for rank, proof in enumerate(from_all_ranks(secret.proof(f"member {self.rank}"), str)):
+                if not secret.proves(f"member {rank}", proof):
+                    raise RendezvousFailed(self._refusal(rank))
+
+    def _refusal(self, rank: int) -> str:
         return (
             f"rank {rank} does not know this run's secret: another program or another run has joined {self.place}: "
             "start this run again, with another MASTER_PORT if you have set it"

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from pydantic import ValidationError
 
-from megalite.config import Config, ResolvedLayout
+from megalite.config import Config, ConfigError, ResolvedLayout
 from megalite.config.rules.float8 import check_float8_package
 from megalite.engine.deepspeed.process_groups import share_timeout
 from megalite.engine.engine import Engine
@@ -27,12 +28,18 @@ def build_engine(
 ) -> Engine:
     """Builds the engine for `layout`. torch.distributed must have been started with `layout.world_size` ranks.
 
-    The engine records its operations in `activity`, by default one of its own.
+    The engine records its operations in `activity`, by default one of its own. Raises ConfigError where DeepSpeed
+    refuses a value of the section `deepspeed`.
     """
     _check_float8(config)
     mesh = Mesh.of(layout)
     kind = PipelinedEngine if mesh.pipeline_parallel_size > 1 else PlainEngine
-    engine = kind(specs, config, layout, mesh, activity or Activity(mesh, dist.get_rank()))
+    try:
+        engine = kind(specs, config, layout, mesh, activity or Activity(mesh, dist.get_rank()))
+    except ValidationError as error:
+        first = error.errors()[0]
+        option = ".".join(map(str, first["loc"]))
+        raise ConfigError(f"section deepspeed: DeepSpeed refuses {option}: {first['msg']}: correct it") from None
     share_timeout()
     return engine
 

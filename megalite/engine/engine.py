@@ -2,8 +2,7 @@
 
 In: micro-batches of token ids as numpy arrays. Out: the loss, the gradient norm before clipping, whether the step
 was skipped. The loss and its gradient are the mean over the valid tokens of the whole global batch, however it is cut
-into micro-batches and replicas: gradients of micro-batches are added up and their mean over replicas is taken, so each
-micro-batch's summed loss is weighted by `replicas / valid tokens of the global batch`.
+into micro-batches and replicas (docs/design.md, The loss).
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from torch import Tensor
 from megalite.config import Config, ResolvedLayout
 from megalite.config.batch_stages import BatchShape, shapes_of
 from megalite.engine.batch_transfer import BatchTransfer, DeviceBatch, MicroBatch
-from megalite.engine.deepspeed.internals import flat_groups, quiet_stdout
+from megalite.engine.deepspeed.internals import flat_groups
 from megalite.engine.deepspeed.loss_scale import loss_scaler_tensor
-from megalite.engine.deepspeed.process_groups import Grid, tensor_parallel_of
+from megalite.engine.deepspeed.process_groups import Grid
 from megalite.engine.deepspeed.step import current_loss_scale, set_batch_size
-from megalite.engine.initialization import initialize
+from megalite.engine.initialization import LayerMaker, initialize
 from megalite.engine.optimizers.muon import Muon
 from megalite.engine.reduction.gradient_reduction import GradientReducer
 from megalite.engine.reduction.interface import DeepSpeedReduction, Reduction
@@ -36,6 +35,7 @@ from megalite.engine.statistics.source_losses import SourceLosses
 from megalite.engine.step_decision import StepDecision, StepGate
 from megalite.engine.step_participant import StepParticipant
 from megalite.engine.step_result import Readback, StepResult
+from megalite.parallel.collectives import TensorParallel
 from megalite.parallel.expert_balance import expert_balances
 from megalite.parallel.layers import named_shards
 from megalite.parallel.loss import IGNORED
@@ -52,11 +52,15 @@ class Engine(ABC):
     def __init__(self, config: Config, layout: ResolvedLayout, mesh: Mesh, activity: Activity) -> None:
         self.config, self.layout, self.mesh, self.activity = config, layout, mesh, activity
         self.coordinate = mesh.coordinate(dist.get_rank())
-        with quiet_stdout():
-            self._grid = Grid(mesh)
-        self._tp = tensor_parallel_of(
-            self._grid, config.parallel.sequence_parallel, sums_parameters_at_step=config.reduces_beside_backward
+        self._grid = Grid(mesh)
+        self._tp = TensorParallel(
+            mesh.tensor_parallel_size,
+            self.coordinate.tensor_rank,
+            self._grid.get_slice_parallel_group(),
+            config.parallel.sequence_parallel,
+            sums_parameters_at_step=config.reduces_beside_backward,
         )
+        self._make = LayerMaker(config, layout, self._grid)
         # DeepSpeed's ZeRO-2 and ZeRO-3 reduce gradients as they come; ZeRO-3 gathers weights on the way
         peers, zero_stage = activity.peers, layout.zero_stage
         self._forward_peers = peers.stage if zero_stage == 3 else peers.tensor
@@ -176,9 +180,9 @@ class Engine(ABC):
         """Returns the group of the ranks that hold what this one holds, one per replica."""
         return self._grid.get_data_parallel_group()
 
-    def tensor_parallel_group(self) -> dist.ProcessGroup:
-        """Returns the group of the ranks that share this one's layers and samples."""
-        return self._grid.get_slice_parallel_group()
+    def tensor_parallel_group(self) -> dist.ProcessGroup | None:
+        """Returns the group of the ranks that share this one's layers and samples; None if this one does alone."""
+        return self._tp.group
 
     def pipeline_groups(self) -> list[dist.ProcessGroup]:
         """Returns the groups of this rank's pipeline; none if the model is not cut into stages."""

@@ -163,17 +163,10 @@ def write_weight(parameter: nn.Parameter, value: Tensor) -> None:
 @torch.no_grad()
 def refresh(engine: Engine) -> None:
     """Copies the written fp32 weights to the compute weights of all ranks; collective."""
-    _refresh_parameters(engine)
-    if engine.tied_weight is not None:
-        engine.tied_weight.share()
-
-
-def _refresh_parameters(engine: Engine) -> None:
-    parameters = [parameter for _, parameter in engine.parameters()]
-    if not any(map(is_partitioned, parameters)):
+    partitioned = [parameter for _, parameter in engine.parameters() if is_partitioned(parameter)]
+    if not partitioned:
         engine.deepspeed.optimizer.update_lp_params()
-        return
-    for parameter in parameters:  # ZeRO-3 has no such function: its copies are next refreshed by a step
+    for parameter in partitioned:  # ZeRO-3 has no such function: its copies are next refreshed by a step
         partition = unreplicated_partition(parameter)
         if partition is not None:
             partition.copy_(owned_fp32_values(parameter, "weight"))
@@ -181,3 +174,5 @@ def _refresh_parameters(engine: Engine) -> None:
         value = safe_get_full_fp32_param(parameter)
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
             parameter.copy_(value.view(parameter.shape))
+    if engine.tied_weight is not None:
+        engine.tied_weight.share()

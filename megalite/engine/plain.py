@@ -24,7 +24,7 @@ class PlainEngine(Engine):
         self, specs: Sequence[LayerSpec], config: Config, layout: ResolvedLayout, mesh: Mesh, activity: Activity
     ) -> None:
         super().__init__(config, layout, mesh, activity)
-        self._initialize(Chunk(specs, config, self._tp, is_last=True))
+        self._initialize(Chunk(specs, config, self._tp, self._make, is_last=True))
 
     @property
     def needs_data(self) -> bool:

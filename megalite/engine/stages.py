@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from megalite.config import Config
 from megalite.parallel.collectives import TensorParallel
 from megalite.parallel.float8 import use_float8
-from megalite.parallel.layers import BlockInput, LayerSpec, SerialModel, make_layer
+from megalite.parallel.layers import BlockInput, LayerSpec, MakeLayer, SerialModel
 from megalite.parallel.loss import head_logits, head_loss
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -35,11 +34,12 @@ class Chunk(nn.Module):
     The loss is computed inside: ZeRO-3 holds the head's weight only while a forward is running.
     """
 
-    def __init__(self, specs: Sequence[LayerSpec], config: Config, tp: TensorParallel, *, is_last: bool) -> None:
+    def __init__(
+        self, specs: Sequence[LayerSpec], config: Config, tp: TensorParallel, make: MakeLayer, *, is_last: bool
+    ) -> None:
         super().__init__()
         self.tensor_parallel, self.is_last, self._model = tp, is_last, config.model
         self._may_compile = config.performance.compile != "none"
-        make = partial(make_layer, seed=config.training.seed, initializer_range=config.model.initializer_range)
         self.serial = SerialModel(specs, tp, make)
         if config.precision.float8 != "none":
             use_float8(self.serial, config.precision.float8)

@@ -84,11 +84,20 @@ def named_layer(spec: LayerSpec, tp: TensorParallel) -> nn.Module:
     return module
 
 
-def make_layer(spec: LayerSpec, tp: TensorParallel, *, seed: int, initializer_range: float) -> nn.Module:
-    """Builds a `named_layer` with its initial weights and sets the canonical path of every dropout."""
+def make_layer(
+    spec: LayerSpec,
+    tp: TensorParallel,
+    *,
+    seed: int,
+    initializer_range: float,
+    place: Callable[[nn.Parameter], None] = lambda _: None,
+) -> nn.Module:
+    """Builds a `named_layer` with its initial weights and sets the canonical path of every dropout. `place` is given
+    each parameter once it is drawn, before memory is needed for the next one."""
     module = named_layer(spec, tp)
     for parameter in module.parameters():
         initialize_(parameter, parameter.shard, seed, initializer_range)  # type: ignore[attr-defined]
+        place(parameter)
     for path, part in module.named_modules():
         if isinstance(part, Dropout):
             part.set_site(seed, f"{spec.name}.{path}")
@@ -105,18 +114,20 @@ def initialize_(parameter: Tensor, shard: Shard, seed: int, std: float) -> None:
     if shard.initializer == "zeros":
         return
     for piece in shard.pieces():
+        rows = parameter[piece.target]
         if shard.initializer == "normal":
-            drawn = _drawn(piece, seed, np.random.Generator.standard_normal) * np.float32(std)
+            for at, drawn in _drawn(piece, seed, np.random.Generator.standard_normal):
+                rows[at].copy_(torch.from_numpy(drawn * np.float32(std)))
         else:  # torch's kaiming_uniform_ with a = sqrt(5), as peft has it for A: up to 1 / sqrt(columns)
-            drawn = (2 * _drawn(piece, seed, np.random.Generator.random) - 1) * np.float32(piece.shape[1] ** -0.5)
-        parameter[piece.target].copy_(torch.from_numpy(drawn))
+            for at, drawn in _drawn(piece, seed, np.random.Generator.random):
+                rows[at].copy_(torch.from_numpy((2 * drawn - 1) * np.float32(piece.shape[1] ** -0.5)))
 
 
-def _drawn(piece: ShardPiece, seed: int, draw: Callable[..., np.ndarray]) -> np.ndarray:
-    """Draws the piece's block of its global tensor of random numbers, float32, by a method of numpy's generators."""
+def _drawn(piece: ShardPiece, seed: int, draw: Callable[..., np.ndarray]) -> Iterator[tuple[slice, np.ndarray]]:
+    """Draws the piece's part of its global tensor of random numbers, float32, by a method of numpy's generators: block
+    by block, each with its rows in the piece."""
     rows, rest = piece.source[0], piece.source[1:]
     row_shape = piece.shape[1:]
-    blocks = []
     for block in range(rows.start // BLOCK_ROWS, -(-rows.stop // BLOCK_ROWS)):
         first = block * BLOCK_ROWS
         count = min(BLOCK_ROWS, piece.shape[0] - first)
@@ -124,8 +135,8 @@ def _drawn(piece: ShardPiece, seed: int, draw: Callable[..., np.ndarray]) -> np.
         stream = np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
         drawn = draw(stream, (count, *row_shape), dtype=np.float32)
         inside = slice(max(rows.start - first, 0), min(rows.stop - first, count))
-        blocks.append(drawn[(inside, *rest)])
-    return np.concatenate(blocks)
+        start = first + inside.start - rows.start
+        yield slice(start, start + inside.stop - inside.start), drawn[(inside, *rest)]
 
 
 class SerialModel(nn.Module):

@@ -159,9 +159,8 @@ def search(
         found.insert(0, chosen)
 
     def how_far(one: Dropped) -> tuple[Any, ...]:
-        is_far = one.missing_bytes is None and not _has_stages_as_stated(
-            config, one.layout.pipeline_parallel_size, free
-        )
+        stages = one.layout.pipeline_parallel_size
+        is_far = one.missing_bytes is None and not _has_stages_as_stated(config, stages, free)
         return one.missing_bytes is None, one.missing_bytes or 0.0, is_far, simplicity(one.layout)
 
     dropped.sort(key=how_far)

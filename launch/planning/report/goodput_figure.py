@@ -116,6 +116,6 @@ def goodput_caption(scale: JobScale, assumed: Reliability, interval: str) -> str
         f"{interval}: {percent(scale.goodput)} at {short(assumed.rate_per_1000_node_days)} failures per 1,000 "
         f"node-days, {percent(scale.goodput_at_high_rate)} to {percent(scale.goodput_at_low_rate)} over the published "
         f"band of {low:g} to {high:g}, which is shaded. The curve is flat around its best: half or twice the best "
-        f"interval costs little. Of {duration(assumed.days * DAY_S)}, {duration(scale.lost_hours * 3600)} are lost, "
-        f"most of them to {worst}; {remedy}."
+        f"interval costs little. Of {duration(assumed.days * DAY_S)}, {duration(sum(losses.values()) * 3600)} are "
+        f"lost, most of them to {worst}; {remedy}."
     )

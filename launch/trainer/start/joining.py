@@ -33,7 +33,7 @@ LOCAL_PATIENCE_S = 60.0  # in which ranks of one host come that only variables, 
 def join_ranks(config: Config, rank: Rank, progress: StartupProgress) -> Device:
     """Waits for all ranks and joins the process group; returns the kind of this rank's device. Collective."""
     from megalite.distributed.rendezvous import JOINED, Rendezvous
-    from megalite.engine.deepspeed.process_groups import check_members, start_distributed
+    from megalite.engine.deepspeed.process_groups import start_distributed
 
     timeout = timedelta(minutes=config.watchdog.timeout_minutes)
     hint = waiting_hint(rank)
@@ -62,7 +62,7 @@ def join_ranks(config: Config, rank: Rank, progress: StartupProgress) -> Device:
     if rendezvous is not None:
         rendezvous.note(JOINED)
         progress.begin_waiting(rendezvous.first_collective, WAITING_AGAIN_S)
-        check_members(rendezvous)
+        rendezvous.check_members()
     return "cuda" if kind == "cuda" else "cpu"
 
 

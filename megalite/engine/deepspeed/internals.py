@@ -7,12 +7,9 @@ part moves or the defect behind it is gone. No other module touches a private na
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import io
 import logging
 import warnings
-from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
@@ -270,13 +267,6 @@ def quiet_logging() -> None:
     known = ("untested optimizer", "OVERFLOW! Skipping step")
     logger.addFilter(lambda record: not any(text in record.getMessage() for text in known))
     warnings.filterwarnings("ignore", message=".*torch.distributed.*_tensor` is deprecated", category=FutureWarning)
-
-
-@contextlib.contextmanager
-def quiet_stdout() -> Iterator[None]:
-    """Suppresses the topology that runtime/pipe/topology.py prints; our layout table says the same."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        yield
 
 
 def process_groups() -> list[Any]:

@@ -14,6 +14,7 @@ from megalite.config import Config, ResolvedLayout
 from megalite.config.batch_stages import BatchShape
 from megalite.engine.batch_transfer import DeviceBatch, MicroBatch
 from megalite.engine.deepspeed.internals import let_stages_differ
+from megalite.engine.deepspeed.process_groups import group_among
 from megalite.engine.engine import Engine
 from megalite.engine.pipeline.handover import Handover
 from megalite.engine.pipeline.pipeline_runtime import ProgramRun, StageContext
@@ -38,7 +39,11 @@ class PipelinedEngine(Engine):
         super().__init__(config, layout, mesh, activity)
         self._schedule, self._stages = Schedule(layout.pipeline_schedule), mesh.pipeline_parallel_size
         self._placement = placement(self._schedule, self._stages, layout.pipeline_chunks)
-        self._ranks: list[int] = self._grid.pp_group  # by stage
+        neighbours = {pair for pair in pairwise(self._placement) if pair[0] != pair[1]}
+        pairs = neighbours | {(after, before) for before, after in neighbours}
+        # before the group of a tied weight, which only some ranks are in: torch names NCCL's groups by their number
+        self._groups = PipelineGroups(self._grid.pipe_groups, pairs)
+        self._ranks = self._groups.ranks
         self._device = torch.device(get_accelerator().current_device_name())
         chunks = self._build_chunks(specs)
         self._tied_head: TiedHead | None = None
@@ -53,16 +58,13 @@ class PipelinedEngine(Engine):
             assert isinstance(weight, nn.Parameter)
             self._tied_embedding = weight if weight.requires_grad else None
         self._handover = Handover(self.deepspeed)
-        neighbours = {pair for pair in pairwise(self._placement) if pair[0] != pair[1]}
-        groups = PipelineGroups(self._grid, neighbours | {(after, before) for before, after in neighbours})
-        groups.open(self._device)
-        self._message_groups = groups.all()
+        self._groups.open(self._device)
         is_split = splits_backward(self._schedule)
         self.put_off = put_off_weight_gradients(self.deepspeed.module) if is_split else None
         self._context = StageContext(
             chunks,
             len(self._placement) - 1,
-            groups,
+            self._groups,
             self._handover,
             activity,
             self._ranks,
@@ -78,10 +80,8 @@ class PipelinedEngine(Engine):
         boundaries = stage_boundaries(costs, is_block, len(self._placement))
         last = len(self._placement) - 1
         return {
-            position: Chunk(
-                specs[boundaries[position] : boundaries[position + 1]], self.config, self._tp, is_last=position == last
-            )
-            for position, stage in enumerate(self._placement)
+            position: Chunk(specs[begin:end], self.config, self._tp, self._make, is_last=position == last)
+            for position, (stage, (begin, end)) in enumerate(zip(self._placement, pairwise(boundaries), strict=True))
             if stage == self.coordinate.pipeline_rank
         }
 
@@ -94,7 +94,7 @@ class PipelinedEngine(Engine):
                 chunks[len(self._placement) - 1].serial.layers[module_key] = layers[module_key]
             return
         ends = [[ranks[first], ranks[last]] for ranks in self._grid.pipe_groups]
-        group, _ = dist.new_subgroups_by_enumeration(ends)  # None on the ranks between them
+        group = group_among(ends)  # None on the ranks between them
         if self.coordinate.pipeline_rank == first:
             weight = chunks[0].serial.layers[module_key].weight
             assert isinstance(weight, nn.Parameter)
@@ -140,7 +140,7 @@ class PipelinedEngine(Engine):
         return self.coordinate.pipeline_rank in (self._placement[0], self._placement[-1])
 
     def pipeline_groups(self) -> list[dist.ProcessGroup]:
-        return [self._grid.get_pipe_parallel_group(), *self._message_groups]
+        return [self._grid.get_pipe_parallel_group(), *self._groups.all()]
 
     @property
     def _loss_peers(self) -> tuple[int, ...]:

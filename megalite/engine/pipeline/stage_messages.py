@@ -7,6 +7,7 @@ before the hidden states.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalite.engine.deepspeed.process_groups import Grid
+from megalite.engine.deepspeed.process_groups import group_among
 from megalite.parallel.layers import BlockInput
 from megalite.schedules.program import Message, MessageKind
 
@@ -87,14 +88,13 @@ class PipelineGroups:
     either direction: four or six groups, however many stages there are.
     """
 
-    def __init__(self, grid: Grid, pairs: set[tuple[int, int]]) -> None:
-        """`pairs` are the stages (source, target) between which messages pass."""
-        self._ranks: list[int] = grid.pp_group  # by stage
-        self._stage = self._ranks.index(dist.get_rank())
-        self._kind_of = {pair: (_set_of(*pair, len(self._ranks)), pair[0] < pair[1]) for pair in pairs}
-        self._groups = {
-            kind: dist.new_subgroups_by_enumeration(grid.pipe_groups)[0] for kind in sorted(set(self._kind_of.values()))
-        }
+    def __init__(self, pipelines: Sequence[Sequence[int]], pairs: set[tuple[int, int]]) -> None:
+        """`pipelines` are the ranks of each pipeline by stage, `pairs` the stages (source, target) between which
+        messages pass. Collective over all ranks."""
+        self.ranks = next(ranks for ranks in pipelines if dist.get_rank() in ranks)
+        self._stage = self.ranks.index(dist.get_rank())
+        self._kind_of = {pair: (_set_of(*pair, len(self.ranks)), pair[0] < pair[1]) for pair in pairs}
+        self._groups = {kind: group_among(pipelines) for kind in sorted(set(self._kind_of.values()))}
 
     def open(self, device: torch.device) -> None:
         """Sends one byte from the first to the second stage of each pair, in one order; collective over the pipeline.
@@ -105,9 +105,9 @@ class PipelineGroups:
         byte = torch.zeros(1, dtype=torch.uint8, device=device)
         for source, target in sorted(self._kind_of):
             if self._stage == source:
-                dist.send(byte, dst=self._ranks[target], group=self._group(source, target))
+                dist.send(byte, dst=self.ranks[target], group=self._group(source, target))
             elif self._stage == target:
-                dist.recv(byte, src=self._ranks[source], group=self._group(source, target))
+                dist.recv(byte, src=self.ranks[source], group=self._group(source, target))
 
     def all(self) -> list[dist.ProcessGroup]:
         """Returns the groups."""
@@ -119,14 +119,14 @@ class PipelineGroups:
     def send(self, message: Message, tensor: Tensor) -> dist.Work:
         """See `Transport`."""
         group = self._group(message.source, message.target)
-        work = dist.isend(tensor, dst=self._ranks[message.target], group=group)
+        work = dist.isend(tensor, dst=self.ranks[message.target], group=group)
         assert work is not None
         return work
 
     def receive(self, message: Message, tensor: Tensor) -> dist.Work:
         """See `Transport`."""
         group = self._group(message.source, message.target)
-        work = dist.irecv(tensor, src=self._ranks[message.source], group=group)
+        work = dist.irecv(tensor, src=self.ranks[message.source], group=group)
         assert work is not None
         return work
 

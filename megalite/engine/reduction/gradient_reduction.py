@@ -7,11 +7,8 @@ micro-batch, so that a flat sum lives from one round to the next alone and parti
 backward, and in what order, is not known here: gradients that come ahead of their round travel with an earlier one. No
 DeepSpeed. On a GPU linear layers have their GEMM add to the flat sum instead (`add_product`).
 
-Each bucket is reduce-scattered in place: rank r keeps elements [r * P, (r + 1) * P) of its R * P ones. So every bucket
-belongs to all replicas in equal parts, as in Megatron-LM's distributed optimizer. Were the whole model one flat tensor,
-a bucket would belong to one replica or two: a `reduce` to its owner moves as many bytes, but over one direction of the
-links, and NCCL has neither NVLS nor trees for it; a reduce-scatter of the k-th pieces of all partitions could not begin
-before backward reaches the first layers. gloo has no reduce-scatter, and torch runs an all-reduce of a copy there.
+Each bucket is reduce-scattered in place: rank r keeps elements [r * P, (r + 1) * P) of its R * P ones; why is told in
+docs/design.md, Gradients of replicas. gloo has no reduce-scatter, and torch runs an all-reduce of a copy there.
 """
 
 from __future__ import annotations

@@ -127,7 +127,9 @@ class CommunicationMeter:
 
 def _axes_of(engine: Engine) -> dict[Any, str | None]:
     """Returns the axis of each group of the engine; None for a group of one rank. Others are of all ranks."""
-    axes = {engine.tensor_parallel_group(): "tensor", engine.data_parallel_group(): "data"}
+    axes = {engine.data_parallel_group(): "data"}
+    if (tensor := engine.tensor_parallel_group()) is not None:
+        axes[tensor] = "tensor"
     axes |= dict.fromkeys(engine.pipeline_groups(), "pipeline")
     if engine.tied_weight is not None:
         axes[engine.tied_weight.group] = "tied"

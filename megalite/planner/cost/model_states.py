@@ -38,7 +38,7 @@ class States:
     stepping: float = 0.0  # copies before the optimizer updates
     updating: float = 0.0  # gradients and copies while it does
     gathered: float = 0.0  # weights that ZeRO-3 gathers
-    building: float = 0.0  # first weights and copies of them, freed before the first step
+    building: float = 0.0  # weights before DeepSpeed makes them flat, and copies, freed before the first step
 
 
 def deepspeed_states(job: TrainingWorkload, numbers: float, largest: float, orthogonalized: float = 0.0) -> States:
@@ -62,7 +62,7 @@ def deepspeed_states(job: TrainingWorkload, numbers: float, largest: float, orth
 
 def with_frozen_weights(states: States, size: int, numbers: int) -> States:
     """Returns the states of adapters beside a model of so many numbers of `size` bytes that stay as they are."""
-    return replace(states, weights=states.weights + size * numbers, building=states.building + 4 * numbers)
+    return replace(states, weights=states.weights + size * numbers)
 
 
 def _reduced_beside_backward(job: TrainingWorkload, numbers: float, largest: float) -> States:
@@ -83,7 +83,7 @@ def _reduced_beside_backward(job: TrainingWorkload, numbers: float, largest: flo
         reducing=(BYTES[job.reduction_dtype] * bucket if d > 1 else 0.0) + widened,
         own_gradients=gradients + widened,
         updating=(0.0 if has_sums else gradients) + widened + _sgd(job, numbers),
-        building=4 * numbers if has_sums else _first_copies(job, numbers),
+        building=_first_copies(job, numbers),
     )
 
 
@@ -166,15 +166,15 @@ def _zero_3(job: TrainingWorkload, numbers: float, largest: float) -> States:
         stepping=max(4 * min(numbers / d, MOST_LIVE), 8 * largest / d),
         updating=4 * min(numbers / d, MOST_LIVE) + _sgd(job, numbers),
         gathered=size * (min(numbers, MOST_LIVE + largest) + prefetched),
-        building=(4 + 4 / d) * numbers,
+        building=size * numbers / d,
     )
 
 
 def _first_copies(job: TrainingWorkload, numbers: float) -> float:
-    """Returns the bytes of fp32 weights as they are initialized; for fp32 training also the partition's clone and
-    its zeros in `initialize_optimizer_states`, whose room the moments take where there is one replica."""
+    """Returns the bytes of weights as layers are made; for fp32 training also the partition's clone and its zeros in
+    `initialize_optimizer_states`, whose room the moments take where there is one replica."""
     d = job.layout.data_parallel_size
-    return 4 * numbers + (8 * numbers / d if job.dtype == "fp32" and d > 1 else 0.0)
+    return BYTES[job.dtype] * numbers + (8 * numbers / d if job.dtype == "fp32" and d > 1 else 0.0)
 
 
 def _optimizer(job: TrainingWorkload, has_copy: bool) -> int:

@@ -125,12 +125,15 @@ def step_time(job: TrainingWorkload, cluster: Cluster) -> StepTime:
         if job.offloads_activations
         else 0.0,
     }
+    dense = sum(kinds * dense_flops(job, layer) for layer, kinds in Counter(block_kinds(job.model)).items())
+    scores = sum(kinds * score_flops(job, layer) for layer, kinds in Counter(block_kinds(job.model)).items())
+    forward_flops = dense + head_flops(job) + scores  # of one micro-batch
     return StepTime(
         parts=parts,
         stages=stages,
         between_stages_s=between,
         # forward and what backward has for it, of all micro-batches and replicas
-        model_flops=(1.0 + products_of_backward(job)) * (_forward_flops(job) * count * layout.data_parallel_size),
+        model_flops=(1.0 + products_of_backward(job)) * (forward_flops * count * layout.data_parallel_size),
         peak_flops=None if cluster.accelerator.device == "cpu" else cluster.peak_flops(job.dtype) * layout.world_size,
         hidden_s=max(0.0, data_ring(layout, cluster).seconds(data_moved(job, largest)) - exposed),
     )
@@ -322,10 +325,3 @@ def _exposed_when_sharded_s(
     waited = 0.0 if job.stack.prefetches_backward else again
     backward = again - waited + scattered
     return waited + _late(forward, stage.forward_s, shape.blocks) + _late(backward, stage.backward_s, shape.blocks)
-
-
-def _forward_flops(job: TrainingWorkload) -> float:
-    """Returns the FLOPs of the forward pass of one micro-batch."""
-    kinds = Counter(block_kinds(job.model)).items()
-    dense = sum(count * dense_flops(job, kind) for kind, count in kinds) + head_flops(job)
-    return dense + sum(count * score_flops(job, kind) for kind, count in kinds)

@@ -80,11 +80,6 @@ class JobScale:
     goodput_at_low_rate: float
     ettr_meta: float  # by the closed form of arXiv:2410.21680
 
-    @property
-    def lost_hours(self) -> float:
-        """Hours lost to failures and saves, without communication."""
-        return sum(self.hours[part] for part in ("writes", "rework", "restarts"))
-
 
 def at_scale(job: Reliability, gpus: int) -> JobScale:
     """Returns the job on `gpus`. Raises ConfigError if they are no whole number of nodes."""

@@ -34,14 +34,14 @@ def _rank(folder: Path, rank: int, port: int, secret: str) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", SECRET: secret}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     from megalite.distributed.rendezvous import Rendezvous
-    from megalite.engine.deepspeed.process_groups import check_members, start_distributed
+    from megalite.engine.deepspeed.process_groups import start_distributed
 
     rendezvous = Rendezvous(LIMIT)
     if rank:  # it is late, as on a host that is slower
         _wait_for(folder / "said_0")
     try:
         start_distributed(rank, LIMIT, rendezvous)
-        check_members(rendezvous)
+        rendezvous.check_members()
         said = "all are known"
     except (MessageRefused, RendezvousFailed) as error:
         said = str(error)

@@ -56,8 +56,8 @@ def test_all_groups_have_the_timeout_of_the_job(case: Case, tmp_path: Path) -> N
         pipeline = tuple(mesh.rank(each, at.data_rank, at.tensor_rank) for each in range(case.pp))
         data = tuple(mesh.rank(at.pipeline_rank, each, at.tensor_rank) for each in range(case.dp))
         seen = [ranks for ranks, _ in groups]
-        assert {tensor, pipeline, data, tuple(range(mesh.world_size))} <= set(seen), seen
-        assert len(seen) > 4, "DeepSpeed made groups of its own"
+        needed = {ranks for ranks in (tensor, pipeline, data, tuple(range(mesh.world_size))) if len(ranks) > 1}
+        assert needed <= set(seen) and min(map(len, seen)) > 1, seen
 
 
 def _waits_for_nobody(rank: int) -> tuple[float, str]:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.fp16 import loss_scaler
-from deepspeed.runtime.pipe.topology import PipelineParallelGrid
+from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 from deepspeed.runtime.precision_config import DeepSpeedFP16Config
 from deepspeed.runtime.zero import partitioned_param_coordinator as coordinator
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -119,38 +119,29 @@ def test_deepspeed_calls_collectives_by_deprecated_names() -> None:
     assert quiet == []
 
 
-def test_the_pipeline_grid_lacks_the_tensor_parallel_group() -> None:
-    # deepspeed.checkpointing and others ask an mpu for it
-    assert not hasattr(PipelineParallelGrid, "get_tensor_model_parallel_group")
-    assert hasattr(PipelineParallelGrid, "get_tensor_model_parallel_rank")
-    assert hasattr(Grid, "get_tensor_model_parallel_group")
-
-
-def _printed_by_a_grid(rank: int) -> str:
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        Grid(Mesh(2, 1, 1))
-    return printed.getvalue()
-
-
-def test_deepspeed_prints_its_geometry() -> None:
-    assert "Using topology" in run_ranks(_printed_by_a_grid, 2)[0], "runtime/pipe/topology.py prints it no more"
-    with contextlib.redirect_stdout(io.StringIO()) as outside, seams.quiet_stdout():
-        print("topology")
-    assert outside.getvalue() == ""
-
-
-def _model_parallel_ranks(rank: int) -> tuple[int, int]:
+def _said_by_both_grids(rank: int, mesh: Mesh) -> list[list[Any]]:
+    sizes = mesh.pipeline_parallel_size, mesh.tensor_parallel_size, mesh.data_parallel_size
     with contextlib.redirect_stdout(io.StringIO()):
-        grid = Grid(Mesh(2, 2, 1))
-    return PipelineParallelGrid.get_model_parallel_rank(grid), grid.get_model_parallel_rank()
+        theirs, said = PipelineParallelGrid(PipeModelDataParallelTopology(*sizes)), []
+    for grid in (theirs, Grid(mesh)):
+        groups = [getattr(grid, f"get_{axis}_parallel_group")() for axis in ("data", "pipe", "slice", "model")]
+        ranks = [[rank] if group is None else dist.get_process_group_ranks(group) for group in groups]
+        axes = ("data", "pipe", "slice", "tensor_model", "pipeline_model")
+        said.append([*ranks, *(getattr(grid, f"get_{a}_parallel_{b}")() for a in axes for b in ("rank", "world_size"))])
+        said[-1] += [grid.get_model_parallel_world_size(), grid.get_model_parallel_rank()]
+    return said
 
 
-def test_zero_3s_norm_asks_for_a_rank_that_tells_stages_apart() -> None:
-    """What tensor-parallel ranks hold alike is counted on rank 0: by DeepSpeed's, of the first stage only."""
+@pytest.mark.parametrize("mesh", [Mesh(2, 2, 2), Mesh(1, 2, 2), Mesh(2, 1, 1)], ids=str)
+def test_our_grid_says_what_deepspeeds_says(mesh: Mesh) -> None:
+    """But for one rank: what tensor-parallel ranks hold alike ZeRO-3's norm counts on rank 0, and by DeepSpeed's of the
+    first stage only."""
     assert "mpu.get_model_parallel_rank()" in inspect.getsource(DeepSpeedZeroOptimizer_Stage3), "stage3.py moved"
-    theirs, ours = zip(*run_ranks(_model_parallel_ranks, 4), strict=True)
-    assert ours == (0, 1, 0, 1)
-    assert theirs == (0, 1, 2, 3), "fixed in DeepSpeed: `Grid` need not replace it"
+    said = run_ranks(_said_by_both_grids, mesh.world_size, mesh)
+    assert [theirs[:-1] for theirs, _ in said] == [ours[:-1] for _, ours in said]
+    assert [ours[-1] for _, ours in said] == [mesh.coordinate(rank).tensor_rank for rank in range(mesh.world_size)]
+    if mesh.pipeline_parallel_size > 1:
+        assert said[-1][0][-1] != said[-1][1][-1], "fixed in DeepSpeed: `Grid` need not replace it"
 
 
 def _compared_over_the_world(rank: int) -> str:

@@ -87,7 +87,8 @@ class _Reference:
             weight.grad /= self.engine.mesh.data_parallel_size
             if not (parameter.shard.is_replicated and self.engine.coordinate.tensor_rank):  # type: ignore[attr-defined]
                 squares += weight.grad.square().sum()
-        dist.all_reduce(squares, group=self.engine.deepspeed.module.tensor_parallel.group)
+        if self.engine.mesh.tensor_parallel_size > 1:
+            dist.all_reduce(squares, group=self.engine.tensor_parallel_group())
         norm = float(squares.sqrt())
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -23,7 +24,7 @@ from megalite.engine.pipeline.pipeline_runtime import ProgramRun, StageContext
 from megalite.engine.pipeline.stage_messages import MessageLayout
 from megalite.engine.stages import Chunk, Labels
 from megalite.parallel.collectives import TensorParallel
-from megalite.parallel.layers import BlockInput
+from megalite.parallel.layers import BlockInput, make_layer
 from megalite.parallel.mesh import Mesh
 from megalite.schedules.program import Message, MessageKind, training_programs
 from megalite.schedules.tables import Schedule
@@ -100,7 +101,8 @@ def _chunks() -> list[Chunk]:
         }
     )
     specs = decoder_layers(config.model)
-    return [Chunk(part, config, TensorParallel(), is_last=at == 1) for at, part in enumerate((specs[:2], specs[2:]))]
+    make, tp = partial(make_layer, seed=config.training.seed, initializer_range=0.02), TensorParallel()
+    return [Chunk(part, config, tp, make, is_last=at == 1) for at, part in enumerate((specs[:2], specs[2:]))]
 
 
 def _numbers(number: int) -> tuple[Tensor, Tensor]:
