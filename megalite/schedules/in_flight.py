@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from operator import ge
 from typing import NamedTuple
 
 from megalite.schedules.passes import PassKind
@@ -53,11 +54,7 @@ def moments_of(schedule: Schedule, stages: int, stage: int, micro_batches: int, 
             postponed[chunk] -= 1
     largest: list[InFlight] = []
     for moment in sorted(moments, key=lambda moment: -moment.total):  # none is exceeded by one after it
-        if not any(_exceeds(other, moment) for other in largest):
+        numbers = moment.whole + moment.postponed
+        if not any(all(map(ge, other.whole + other.postponed, numbers)) for other in largest):
             largest.append(moment)
     return tuple(largest)
-
-
-def _exceeds(one: InFlight, other: InFlight) -> bool:
-    pairs = zip(one.whole + one.postponed, other.whole + other.postponed, strict=True)
-    return all(mine >= theirs for mine, theirs in pairs)

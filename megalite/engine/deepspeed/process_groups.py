@@ -117,7 +117,7 @@ def group_timeout() -> timedelta:
 def share_timeout() -> None:
     """Sets the timeout of every process group to that of the run's own.
 
-    DeepSpeed makes its groups without one, so they would have torch's: 30 minutes on gloo, 10 on NCCL.
+    They are made without one, some by DeepSpeed, so they would have torch's: 30 minutes on gloo, 10 on NCCL.
     """
     timeout = group_timeout()
     for group in process_groups():
