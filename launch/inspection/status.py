@@ -62,7 +62,7 @@ def read_status(run_dir: Path) -> RunStatus:
     files = RunFiles.read(run_dir)
     session, own, holder = files.session, files.session_records, files.holder
     lives = is_alive(run_dir, holder, files.host)
-    began = time_of(session[0]) if session else 0.0
+    began, last = (time_of(session[0]), session[-1]) if session else (0.0, {})
     is_newer = holder is not None and holder.time > began
     is_starting = bool(is_newer and lives)  # the process that lives is a later one, which has not written anything yet
     if is_starting:
@@ -87,7 +87,7 @@ def read_status(run_dir: Path) -> RunStatus:
             unread="" if files.events else next((one for one in files.problems if EVENTS in one), ""),
             is_started_again=is_newer and lives is not None,
             restart=announced_restart(run_dir),
-            failed_save=_failed_save(session),
+            failed_save=str(last.get("reason")) if last.get("event") == "save_failed" else "",
             error=_error(run_dir, since=holder.time if holder is not None else began),
             logs=_logs(run_dir),
         )
@@ -167,11 +167,6 @@ def _is_evaluated(files: RunFiles, last: Facts, later: int) -> bool:
     if interval == 0 or step is None or (not later and "evaluation_s" in last):
         return False
     return step + later == _total_steps(files.session, files.config) or (step + later) % interval == 0
-
-
-def _failed_save(session: Sequence[Facts]) -> str:
-    last = session[-1] if session else {}
-    return str(last.get("reason")) if last.get("event") == "save_failed" else ""
 
 
 def _error(run_dir: Path, since: float) -> str:

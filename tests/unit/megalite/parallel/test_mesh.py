@@ -4,7 +4,6 @@ from dataclasses import astuple
 from itertools import combinations, pairwise
 
 import pytest
-from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,19 +18,6 @@ def test_rank_and_coordinate_are_inverse(tp: int, pp: int, dp: int) -> None:
     mesh = Mesh(tp, pp, dp)
     assert mesh.world_size == tp * pp * dp
     assert [mesh.rank(*astuple(mesh.coordinate(rank))) for rank in range(mesh.world_size)] == list(range(tp * pp * dp))
-
-
-@given(tp=SIZE, pp=SIZE, dp=SIZE)
-def test_the_order_is_deepspeeds(tp: int, pp: int, dp: int) -> None:
-    # two orders would give layers one tensor-parallel group and DeepSpeed's gradient norm another
-    mesh, theirs = Mesh(tp, pp, dp), PipeModelDataParallelTopology(num_pp=pp, num_mp=tp, num_dp=dp)
-    for rank in range(mesh.world_size):
-        ours, coordinate = mesh.coordinate(rank), theirs.get_coord(rank)
-        assert (ours.pipeline_rank, ours.data_rank, ours.tensor_rank) == (
-            coordinate.pipe,
-            coordinate.data,
-            coordinate.model,
-        )
 
 
 def test_tensor_parallel_neighbours_are_adjacent_and_stages_furthest_apart() -> None:

@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 
 from benchmarks.planner.memory_published import (
     Figure,
-    blocks_in_flight,
     figure_1,
     figure_7,
-    interleaved_in_flight,
     published_memory_of,
     published_states,
     total,
@@ -247,12 +245,6 @@ def test_cutting_the_sequence_never_needs_more(job: TrainingWorkload, device: De
     """Where malloc keeps what is freed, gathering leaves holes."""
     cut, whole = (_most(_with(job, sequence_parallel=is_cut), device) for is_cut in (True, False))
     assert cut <= whole * (1 + 1e-12)
-
-
-def test_later_stages_keep_fewer_micro_batches() -> None:
-    """Interleaved p = 4, v = 2: 11 chunks, 9, 7, 5 of half a stage."""
-    assert [interleaved_in_flight(4, stage, 8, 2) for stage in range(4)] == [5.5, 4.5, 3.5, 2.5]
-    assert 4 * blocks_in_flight(8, 4, 2) / 8 == interleaved_in_flight(4, 0, 8, 2)
 
 
 def test_folded_stages_hold_as_much_as_the_first_stage_of_1f1b() -> None:
