@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 MOST_FLASH_HEAD_DIM = 256
+# torch 2.11 has no keyword for grouped heads: it takes them as they are
+KNOWS_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def attend_to_documents(
@@ -27,10 +30,9 @@ def attend_to_documents(
 
     q, k, v: `[batch, seq, heads, head_dim]`; boundaries as in `AttentionInputs`. Out: as q.
     """
-    from torch.nn.attention.varlen import varlen_attn
-
     longest = q.shape[1]  # an upper bound, so that nobody has to ask the device
     left = -1 if window is None else window - 1  # tokens before the query; -1: all
+    grouped = {"enable_gqa": is_grouped} if KNOWS_GROUPS else {}
     context = varlen_attn(
         q.flatten(0, 1),
         k.flatten(0, 1),
@@ -41,7 +43,7 @@ def attend_to_documents(
         longest,
         scale=scale,
         window_size=(left, 0),
-        enable_gqa=is_grouped,
+        **grouped,
     )
     assert isinstance(context, Tensor)  # nothing else was asked for
     return context.unflatten(0, q.shape[:2])
@@ -71,17 +73,6 @@ def _flex_attention(*, compiled: bool) -> Any:
     return torch.compile(flex_attention) if compiled else flex_attention
 
 
-@lru_cache(maxsize=1)
-def why_no_varlen() -> str | None:
-    """Returns why documents and windows need a mask on a GPU; None if flash attention takes them."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return f"torch {torch.__version__} has no torch.nn.attention.varlen"
-    missing = {"scale", "window_size", "enable_gqa"} - inspect.signature(varlen_attn).parameters.keys()
-    return f"torch {torch.__version__}'s varlen_attn does not take {', '.join(sorted(missing))}" if missing else None
-
-
 def why_not_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     """Returns why documents and windows are masks over all scores; None if flash attention takes their boundaries."""
     if device.type != "cuda":
@@ -90,7 +81,7 @@ def why_not_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> st
         return f"flash attention takes bf16 and fp16, not {dtype}"
     if head_dim > MOST_FLASH_HEAD_DIM or head_dim % 8:
         return f"flash attention takes heads of at most {MOST_FLASH_HEAD_DIM} features, a multiple of 8"
-    return why_no_varlen()
+    return None
 
 
 def why_not_flex(device: torch.device, head_dim: int) -> str | None:

@@ -6,6 +6,7 @@ of our code around it does: boundaries, windows, grouped heads, gradients.
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Iterator
 from typing import Any
 
@@ -67,7 +68,7 @@ def varlen_by_loop(
 @pytest.fixture
 def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(attention, "why_not_flash", lambda device, dtype, head_dim: None)
-    monkeypatch.setattr(varlen, "varlen_attn", varlen_by_loop)
+    monkeypatch.setattr(attention_kernels, "varlen_attn", varlen_by_loop)
     return None
 
 
@@ -116,6 +117,35 @@ def test_attention_by_boundaries_is_that_by_masks(options: dict[str, Any], posit
     documents = None if positions is None else int(count_documents(positions))
     expected = results(built("sdpa", **options), positions)
     assert apart(results(built("auto", **options), positions, documents), expected) <= 2e-5  # sums in another order
+
+
+def test_torch_2_11_takes_grouped_heads_without_a_keyword(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lowest torch that is allowed: its signature, asked by a copy of the module."""
+
+    def of_torch_2_11(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seq_q: Tensor,
+        cu_seq_k: Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        return_aux: Any = None,
+        scale: float | None = None,
+        window_size: tuple[int, int] = (-1, -1),
+    ) -> Tensor:
+        options = {"scale": scale, "window_size": window_size, "enable_gqa": True}
+        return varlen_by_loop(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **options)
+
+    expected = results(built("sdpa", **WINDOWS), PACKED)
+    monkeypatch.setattr(varlen, "varlen_attn", of_torch_2_11)
+    kernels = runpy.run_path(attention_kernels.__file__)
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(attention, "why_not_flash", lambda *_: kernels["why_not_flash"](cuda, torch.bfloat16, 128))
+    monkeypatch.setattr(attention, "attend_to_documents", kernels["attend_to_documents"])
+    assert kernels["why_not_flash"](cuda, torch.bfloat16, 128) is None
+    assert apart(results(built("auto", **WINDOWS), PACKED), expected) <= 2e-5
 
 
 @pytest.mark.usefixtures("as_on_cuda")
@@ -217,7 +247,7 @@ def test_keys_and_values_copied_for_each_query_head_are_the_grouped_ones(
 
 def test_each_reason_against_a_kernel_is_said() -> None:
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
-    assert attention_kernels.why_not_flash(cuda, torch.bfloat16, 128) is None  # this torch has varlen_attn
+    assert attention_kernels.why_not_flash(cuda, torch.bfloat16, 128) is None
     for arguments, word in (
         ((cpu, torch.bfloat16, 128), "GPU"),
         ((cuda, torch.float32, 128), "float32"),
