@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 MOST_FLASH_HEAD_DIM = 256
+# bytes of a multiprocessor's memory: torch's smallest kernel for heads of 256 takes 148 KiB; an A100 has 163, an L4 99
+SHARED_BY_WIDE_HEADS = 160 << 10
 # torch 2.11 has no keyword for grouped heads: it takes them as they are
 KNOWS_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
@@ -90,4 +92,10 @@ def why_not_flex(device: torch.device, head_dim: int) -> str | None:
         return "FlexAttention's gradient needs a GPU"
     if head_dim < 16 or head_dim & (head_dim - 1):
         return "FlexAttention takes heads of 16, 32, 64 ... features"
+    if head_dim > 128:
+        # without the property: ROCm, for whose memory torch has kernels of its own
+        found = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", SHARED_BY_WIDE_HEADS)
+        if found < SHARED_BY_WIDE_HEADS:
+            needed = f"{SHARED_BY_WIDE_HEADS >> 10} KiB of shared memory for heads of {head_dim} features"
+            return f"FlexAttention needs {needed}, and this GPU has {found >> 10}"
     return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import runpy
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -255,5 +256,27 @@ def test_each_reason_against_a_kernel_is_said() -> None:
         ((cuda, torch.float16, 12), "8"),
     ):
         assert word in (attention_kernels.why_not_flash(*arguments) or "")
-    assert attention_kernels.why_not_flex(cuda, 256) is None
+    assert attention_kernels.why_not_flex(cuda, 128) is None
     assert "GPU" in (attention_kernels.why_not_flex(cpu, 256) or "") and attention_kernels.why_not_flex(cuda, 96)
+
+
+@pytest.mark.parametrize(
+    ("properties", "is_enough"),
+    [
+        ({"shared_memory_per_block_optin": 232448}, True),  # H100
+        ({"shared_memory_per_block_optin": 166912}, True),  # A100
+        ({"shared_memory_per_block_optin": 101376}, False),  # RTX 4090, L40S, L4, A10
+        ({}, True),  # ROCm
+    ],
+    ids=str,
+)
+def test_wide_heads_go_to_flex_attention_where_a_gpu_has_memory_for_its_kernel(
+    properties: dict[str, int], is_enough: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gemma 2 2B and 9B. Of the 99 KiB its kernel found 148 missing, in the first forward of a run."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**properties))
+    attend = built("auto", attn_logit_softcapping=50.0, head_dim=256).layers["model/layers/0"].self_attn
+    kernel, reason = attend.kernel(torch.device("cuda"), torch.bfloat16, is_masked=False)
+    assert kernel == ("flex" if is_enough else "explicit")
+    assert is_enough or "160 KiB of shared memory for heads of 256 features, and this GPU has 99" in (reason or "")
+    assert attention_kernels.why_not_flex(torch.device("cuda"), 128) is None
