@@ -7,11 +7,14 @@ In and out: hidden states `[batch, seq(/tp), hidden]`, with the micro-batch's `A
 from __future__ import annotations
 
 import dataclasses
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megalite.config import ModelConfig
 from megalite.parallel.collectives import TensorParallel, gather_heads
@@ -19,15 +22,16 @@ from megalite.parallel.dropout import Dropout
 from megalite.parallel.layers import BlockInput, Recompute, recomputed
 from megalite.parallel.linear import ColumnParallelLinear, Recomputable, RowParallelLinear, multipliable
 from megalite.parallel.norm import NORMS, FullWidthRMSNorm
-from models.attention_inputs import (
-    AttentionChoice,
-    AttentionInputs,
-    AttentionKind,
-    Kernel,
-    attention_inputs,
-    fused_kernel,
+from models.attention_inputs import AttentionChoice, AttentionInputs, AttentionKind, Kernel, attention_inputs
+from models.attention_kernels import (
+    FUSED_KERNELS,
+    WITHOUT_CUDNN,
+    attend_capped,
+    attend_to_documents,
+    takes_groups,
+    why_not_flash,
+    why_not_flex,
 )
-from models.attention_kernels import attend_capped, attend_to_documents, why_not_flash, why_not_flex
 from models.key_value_cache import KeyValueCache
 from models.rope import rope_of_layer
 
@@ -244,14 +248,24 @@ class Attention(nn.Module):
 
     def _attend_fused(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """Attends by torch's fused attention: `[batch, heads/tp, seq, head_dim]` -> the same."""
-        is_grouped = self.local_heads != self.local_kv_heads
-        kernel = fused_kernel(q.device, q.dtype, self.head_dim, is_masked=mask is not None)
-        if is_grouped and kernel == "memory-efficient":
+        is_grouped, is_masked = self.local_heads != self.local_kv_heads, mask is not None
+        if is_grouped and not takes_groups(q.device, q.dtype, self.head_dim, is_masked=is_masked):
             k, v, is_grouped = self._for_each_head(k), self._for_each_head(v), False
         is_causal = mask is None and q.shape[2] > 1
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=is_causal, scale=self.scale, enable_gqa=is_grouped
-        )
+        with sdpa_kernel(WITHOUT_CUDNN) if is_masked and q.device.type != "cpu" else nullcontext():
+            return F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=is_causal, scale=self.scale, enable_gqa=is_grouped
+            )
+
+    def fused_kernel(self, device: torch.device, dtype: torch.dtype, seq: int, *, is_masked: bool) -> str:
+        """Asks torch for its kernel behind `fused` in training: device, versions and environment decide."""
+        new = partial(torch.empty, dtype=dtype, device=device, requires_grad=True)
+        q, k = new(1, self.local_heads, seq, self.head_dim), new(1, self.local_kv_heads, seq, self.head_dim)
+        k = k if takes_groups(device, dtype, self.head_dim, is_masked=is_masked) else q
+        mask = torch.zeros(seq, seq, dtype=dtype, device=device) if is_masked else None
+        with sdpa_kernel(WITHOUT_CUDNN) if is_masked else nullcontext():
+            choice = torch._fused_sdp_choice(q, k, k, mask, 0.0, not is_masked, enable_gqa=q.shape != k.shape)
+        return FUSED_KERNELS[SDPBackend(choice)]
 
     def _for_each_head(self, x: Tensor) -> Tensor:
         """Copies keys or values for each query head: `[batch, kv_heads/tp, ...]` -> `[batch, heads/tp, ...]`."""

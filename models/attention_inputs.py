@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from models.attention_kernels import FLASH_DTYPES, MOST_FLASH_HEAD_DIM
 from models.attention_masks import (
     added_to_scores,
     causal_mask,
@@ -91,14 +90,3 @@ def _mask(queries: int, keys: int, window: int | None, device: torch.device, pos
     if queries == 1 or (queries == keys and window is None):
         return None
     return causal_mask(queries, keys, window, device)
-
-
-def fused_kernel(
-    device: torch.device, dtype: torch.dtype, head_dim: int, *, is_masked: bool
-) -> Literal["fused", "flash", "memory-efficient"]:
-    """Returns the name of the kernel behind torch's fused attention: `fused` is a CPU's. Of a GPU's two only flash
-    attention takes grouped heads; torch would answer the others with all scores in memory."""
-    if device.type == "cpu":
-        return "fused"
-    is_flash = not is_masked and dtype in FLASH_DTYPES and head_dim <= MOST_FLASH_HEAD_DIM
-    return "flash" if is_flash else "memory-efficient"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 from torch.nn.attention.varlen import varlen_attn
 
 if TYPE_CHECKING:
@@ -21,6 +22,11 @@ FLASH_DTYPES = (torch.bfloat16, torch.float16)
 MOST_FLASH_HEAD_DIM = 256
 # bytes of a multiprocessor's memory: torch's smallest kernel for heads of 256 takes 148 KiB; an A100 has 163, an L4 99
 SHARED_BY_WIDE_HEADS = 160 << 10
+# cuDNN plans for some 30 ms of the host's time for every number of keys, and with a mask its gradients can be NaN
+# (pytorch#196678)
+WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+FUSED_KERNELS = dict(zip(WITHOUT_CUDNN, ("flash", "memory-efficient", "unfused"), strict=True))
+FUSED_KERNELS[SDPBackend.CUDNN_ATTENTION] = "cuDNN"
 # torch 2.11 has no keyword for grouped heads: it takes them as they are
 KNOWS_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
@@ -49,6 +55,14 @@ def attend_to_documents(
     )
     assert isinstance(context, Tensor)  # nothing else was asked for
     return context.unflatten(0, q.shape[:2])
+
+
+def takes_groups(device: torch.device, dtype: torch.dtype, head_dim: int, *, is_masked: bool) -> bool:
+    """Returns whether torch's fused attention takes fewer heads of keys and values than of queries.
+
+    Of a GPU's kernels flash attention and cuDNN's do; torch would answer the others with all scores in memory.
+    """
+    return device.type == "cpu" or (not is_masked and dtype in FLASH_DTYPES and head_dim <= MOST_FLASH_HEAD_DIM)
 
 
 def attend_capped(

@@ -12,12 +12,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.attention import sdpa_kernel
 
 from megalite.config import ModelConfig
 from megalite.parallel.collectives import TensorParallel
 from megalite.parallel.layers import SerialModel
 from megalite.parallel.loss import head_logits
 from models.attention import Attention
+from models.attention_kernels import WITHOUT_CUDNN
 from models.decoder import PositionEmbedding
 from models.key_value_cache import KeyValueCache
 
@@ -70,7 +72,8 @@ def generate(
             if read <= changes_after < len(tokens):
                 read = 0
             truncate(read)
-            hidden, head = model(torch.tensor([tokens[read:]], device=device))
+            with sdpa_kernel(WITHOUT_CUDNN):  # each token is one more key
+                hidden, head = model(torch.tensor([tokens[read:]], device=device))
             read = len(tokens)
             logits = head_logits(hidden[:, -1:], head, config.vocab_size, tp, config.final_logit_softcapping)
             tokens.append(choose(logits[0, 0]))

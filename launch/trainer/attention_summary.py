@@ -19,7 +19,6 @@ def format_attention(config: Config, device: torch.device) -> str:
     from megalite.engine.stages import TORCH_DTYPES
     from megalite.parallel.collectives import TensorParallel
     from models.attention import Attention
-    from models.attention_inputs import fused_kernel
 
     model, seq, dtype = config.model, config.training.sequence_length, TORCH_DTYPES[config.precision.dtype]
     kinds = Counter[str]()
@@ -29,7 +28,7 @@ def format_attention(config: Config, device: torch.device) -> str:
         window = attention.window if attention.window is not None and attention.window < seq else None
         is_masked = window is not None or config.data.document_mask
         kernel, reason = attention.kernel(device, dtype, is_masked=is_masked)
-        fused = fused_kernel(device, dtype, attention.head_dim, is_masked=is_masked)
+        fused = attention.fused_kernel(device, dtype, min(seq, 128), is_masked=is_masked) if kernel == "fused" else ""
         words = {
             "varlen": f"flash attention by {'boundaries of documents' if config.data.document_mask else 'windows'}",
             "flex": "FlexAttention, which caps scores in its kernel",

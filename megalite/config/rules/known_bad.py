@@ -22,7 +22,7 @@ from megalite.config.versions import installed_version
 from megalite.config.yaml_text import parse_yaml
 
 FILE = Path(__file__).parents[1] / "known_bad.yaml"
-REPOSITORIES = {"DeepSpeed": "deepspeedai/DeepSpeed", "pytorch": "pytorch/pytorch"}
+REPOSITORIES = {"DeepSpeed": "deepspeedai/DeepSpeed"}
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def check_known_bad(
 
 def settings_of(config: Config, layout: ResolvedLayout) -> dict[str, tuple[bool, str]]:
     """Returns, for the settings that rows name, whether a run has them, and their description with the run's values."""
-    model, dtype, length = config.model, config.precision.dtype, config.training.sequence_length
+    model, dtype = config.model, config.precision.dtype
     stage, stages, replicas = layout.zero_stage, layout.pipeline_parallel_size, layout.data_parallel_size
     micro_batches = layout.gradient_accumulation_steps
     per_step = f"{micro_batches} micro-batches per step"
@@ -99,9 +99,6 @@ def settings_of(config: Config, layout: ResolvedLayout) -> dict[str, tuple[bool,
     is_cut_twice = stage == 3 and isinstance(size, int) and size > 1
     cut_twice = f"{section}.zero_hpz_partition_size {size}"
     padded = -(-model.hidden_size // replicas) * replicas
-    has_window = model.sliding_window is not None and model.sliding_window < length
-    has_window &= "sliding_attention" in model.layer_types
-    mask = "data.document_mask" if config.data.document_mask else f"model.sliding_window {model.sliding_window}"
     return {
         "several backward passes": (
             stages > 1 or micro_batches != 1,
@@ -122,10 +119,6 @@ def settings_of(config: Config, layout: ResolvedLayout) -> dict[str, tuple[bool,
         "fetching by all reduce": (
             stage == 3 and bool(zero.get("stage3_use_all_reduce_for_fetch_params")),
             f"{section}.stage3_use_all_reduce_for_fetch_params",
-        ),
-        "mask over half a tile": (
-            dtype != "fp32" and length % 128 == 64 and (config.data.document_mask or has_window),
-            f"{mask}, precision.dtype {dtype} and training.sequence_length {length}",
         ),
     }
 

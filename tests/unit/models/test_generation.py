@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers.generation.logits_process import (
     LogitsProcessorList,
     TemperatureLogitsWarper,
@@ -11,7 +14,9 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from models.generation import Sampling
+from megalite.parallel.collectives import TensorParallel
+from models.generation import Sampling, generate
+from tests.unit.models.test_attention_inputs import built, config
 
 
 def of_transformers(sampling: Sampling, logits: torch.Tensor) -> torch.Tensor:
@@ -52,3 +57,18 @@ def test_tokens_are_drawn_as_often_as_they_are_probable() -> None:
     expected = 4000 * sampling.probabilities(logits)
     assert (counts > 0).sum() == 6
     assert ((counts - expected).abs() <= 5 * expected.sqrt()).all()
+
+
+def test_no_token_is_generated_by_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It makes a plan for every number of keys: 30 ms of the host for each token and layer."""
+    attend, seen = F.scaled_dot_product_attention, []
+
+    def noted(*arguments: Any, **options: Any) -> torch.Tensor:
+        seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return attend(*arguments, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
+    model = built("auto").eval()
+    for token in generate(model, config(), TensorParallel(), [1, 2, 3], lambda logits: int(logits.argmax()), most=4):
+        assert 0 <= token < 37 and torch.backends.cuda.cudnn_sdp_enabled(), "the caller's own attention may be cuDNN's"
+    assert seen == [False] * 12  # four passes through three layers

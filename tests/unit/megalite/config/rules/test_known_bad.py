@@ -63,7 +63,6 @@ def zero(stage: int, **settings: Any) -> dict[str, Any]:
 ONE_MICRO_BATCH = {"training": {"global_batch_size": 2}}
 PIPELINE = {"parallel": {"pipeline_parallel_size": 2}}
 OFFLOADED = {"offload": {"optimizer": "cpu"}}
-MASKED = {"data": {"document_mask": True}, "training": {"sequence_length": 192}}
 
 CASES = {
     "DeepSpeed#8203": Case(
@@ -126,18 +125,6 @@ CASES = {
         [zero(3), zero(2, stage3_use_all_reduce_for_fetch_params=True)],
         ["stage3_use_all_reduce_for_fetch_params", "remove it"],
     ),
-    "pytorch#196678": Case(
-        MASKED,
-        [{"torch": "2.11.0"}, {"torch": "2.13.0+cu130"}],
-        [{"torch": "2.10.0"}, {"torch": "2.14.0"}],
-        [
-            {"training": {"sequence_length": 192}},
-            MASKED | {"training": {"sequence_length": 256}},
-            MASKED | {"precision": {"dtype": "fp32"}},
-            {"model": {"sliding_window": 192}, "training": {"sequence_length": 192}},
-        ],
-        ["document_mask", "sequence_length 192", "multiple of 128"],
-    ),
 }
 
 
@@ -185,14 +172,6 @@ def test_other_settings_are_not_refused(row: KnownBad) -> None:
         assert row not in matching(config, layout, case.bad[0], other)
 
 
-def test_a_window_shorter_than_the_sequence_is_a_mask_too() -> None:
-    window = {"model": {"sliding_window": 64}, "training": {"sequence_length": 192}}
-    config = CASES["pytorch#196678"].config(window)
-    layout = resolve_layout(config, 2, "cuda")
-    (row,) = matching(config, layout, {"torch": "2.13.0"}, "cuda")
-    assert "model.sliding_window 64" in row.sentence(config, layout, {"torch": "2.13.0"})
-
-
 def test_several_rows_are_one_line_with_their_number() -> None:
     config = CASES["DeepSpeed#8225"].config()
     with pytest.raises(ConfigError, match=r"DeepSpeed#8203.*\(and 1 more\)$"):
@@ -215,7 +194,6 @@ def test_what_is_installed_here_runs_the_quickstart(device: Device) -> None:
 
 def test_a_thread_has_an_address() -> None:
     assert KNOWN_BAD[0].url == "https://github.com/deepspeedai/DeepSpeed/issues/8203"
-    assert KNOWN_BAD[-1].url == "https://github.com/pytorch/pytorch/issues/196678"
     assert all(row.url for row in KNOWN_BAD)
 
 
