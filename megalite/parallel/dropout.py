@@ -21,6 +21,7 @@ MIXER = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 6
 LAST_SHIFT = 31
 # factors of 32-bit finalizers (Wellons 2018); its test says that three are enough for a mask
 WORD_FACTORS = (0x7FEB352D, 0x846CA68B - (1 << 32), 0x31848BAB)
+WORDS_AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 25}  # 8 bytes of memory for each: in a CPU's cache, and 256 MiB
 
 
 class Dropout(nn.Module):
@@ -72,9 +73,12 @@ class Dropout(nn.Module):
             numbers = torch.arange(span.start, span.stop, device=sample_ids.device)
             keys = _mixed(keys.unsqueeze(-1) + numbers * INCREMENT)  # [batch, *indices]
         threshold = min(round(self.rate * 2**32), 2**32 - 1) - 2**31  # of signed words
+        if torch.compiler.is_compiling():
+            return _words(keys, columns) < threshold
         dropped = torch.empty((*keys.shape, columns), dtype=torch.bool, device=keys.device)
-        for key, out in zip(keys, dropped, strict=True):  # one at a time: the words are eight times the mask
-            torch.lt(_words(key, columns), threshold, out=out)
+        rows = max(1, WORDS_AT_ONCE["cpu" if keys.device.type == "cpu" else "cuda"] // columns)
+        for some, out in zip(keys.flatten().split(rows), dropped.view(-1, columns).split(rows), strict=True):
+            torch.lt(_words(some, columns), threshold, out=out)
         return dropped
 
 

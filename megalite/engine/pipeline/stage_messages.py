@@ -1,7 +1,7 @@
 """The messages between pipeline stages: static shapes, one tensor each, asynchronous both ways.
 
 A message is the hidden states, or their gradient. Positions and sample ids, where a model has them, travel in the bytes
-before the hidden states.
+before the hidden states, which begin at a multiple of 16 bytes: GEMMs read them faster, compiled blocks without a copy.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class MessageLayout:
             begin, end = end, end + (0 if shape is None else 8 * math.prod(shape))
             views.append(None if shape is None else message[begin:end].view(torch.int64).view(shape))
         positions, sample_ids = views
-        return BlockInput(message[end:].view(self.dtype).view(self.hidden), positions, sample_ids)
+        return BlockInput(message[self._rider_bytes :].view(self.dtype).view(self.hidden), positions, sample_ids)
 
     @property
     def _riders(self) -> list[tuple[int, ...]]:
@@ -66,7 +66,7 @@ class MessageLayout:
 
     @property
     def _rider_bytes(self) -> int:
-        return sum(8 * math.prod(shape) for shape in self._riders)
+        return -(-sum(8 * math.prod(shape) for shape in self._riders) // 16) * 16
 
 
 class Transport(Protocol):

@@ -226,7 +226,7 @@ def _pipeline(job: TrainingWorkload) -> Mapping[tuple[int, int], int]:
     sent: Counter[tuple[int, int]] = Counter()
     for source, target in pairwise(placement(layout.schedule, layout.pipeline_parallel_size, layout.pipeline_chunks)):
         if source != target:
-            sent[source, target] += count * (hidden + riders)
+            sent[source, target] += count * (hidden + -(-riders // 16) * 16)  # hidden states begin at 16 bytes
             sent[target, source] += count * hidden
     return sent
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import megalite.parallel.dropout as dropout_module
 from megalite.parallel.collectives import TensorParallel
 from megalite.parallel.dropout import Dropout
 
@@ -81,6 +82,19 @@ def test_a_mask_depends_on_the_sample_and_not_on_its_place_in_the_batch() -> Non
     assert torch.equal(mask(module, order), whole[order])
     whole = heads_mask(module, torch.arange(8))
     assert torch.equal(heads_mask(module, order), whole[order])
+
+
+@pytest.mark.parametrize(("words", "passes"), [(1 << 25, 1), (HIDDEN * SEQ, 8), (5 * HIDDEN + 1, 205), (1, 8 * SEQ)])
+def test_a_mask_is_made_in_few_passes_and_these_do_not_show(
+    words: int, passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight samples at once where memory suffices: each sample for itself cost a GPU ten launches."""
+    made, expected = [], mask(dropout(0.3), torch.arange(8))
+    in_words = dropout_module._words
+    monkeypatch.setitem(dropout_module.WORDS_AT_ONCE, "cpu", words)
+    monkeypatch.setattr(dropout_module, "_words", lambda keys, count: made.append(keys) or in_words(keys, count))
+    assert torch.equal(mask(dropout(0.3), torch.arange(8)), expected)
+    assert len(made) == passes
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -58,7 +58,9 @@ def test_a_stage_finds_again_what_was_sent(layout: MessageLayout, seed: int) -> 
     assert (message.shape, message.dtype) == (buffer.shape, buffer.dtype)
     assert message.is_contiguous() and not message.requires_grad
     numbers = sum(math.prod(shape) for shape in (layout.positions, layout.sample_ids) if shape is not None)
-    assert message.nbytes == 8 * numbers + layout.dtype.itemsize * math.prod(layout.hidden)
+    hidden = layout.unpack(message).hidden
+    assert message.nbytes == hidden.nbytes + 8 * (numbers + numbers % 2), "hidden states begin at 16 bytes, for GEMMs"
+    assert hidden.data_ptr() + hidden.nbytes == message.data_ptr() + message.nbytes
     buffer.copy_(message)
     for mine, theirs in zip(layout.unpack(buffer), sent, strict=True):
         assert (mine is None) == (theirs is None)
