@@ -40,19 +40,10 @@ def attend_to_documents(
     """
     longest = q.shape[1]  # an upper bound, so that nobody has to ask the device
     left = -1 if window is None else window - 1  # tokens before the query; -1: all
-    grouped = {"enable_gqa": is_grouped} if KNOWS_GROUPS else {}
-    context = varlen_attn(
-        q.flatten(0, 1),
-        k.flatten(0, 1),
-        v.flatten(0, 1),
-        boundaries,
-        boundaries,
-        longest,
-        longest,
-        scale=scale,
-        window_size=(left, 0),
-        **grouped,
-    )
+    query, key, value = (x.flatten(0, 1) for x in (q, k, v))
+    options: dict[str, Any] = {"scale": scale, "window_size": (left, 0)}
+    options |= {"enable_gqa": is_grouped} if KNOWS_GROUPS else {}
+    context = varlen_attn(query, key, value, boundaries, boundaries, longest, longest, **options)
     assert isinstance(context, Tensor)  # nothing else was asked for
     return context.unflatten(0, q.shape[:2])
 

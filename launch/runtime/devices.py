@@ -45,12 +45,17 @@ class _Gpus:
 def gpu_count() -> int:
     """Returns how many GPUs ranks may use: those in CUDA_VISIBLE_DEVICES if it is set, none with DS_ACCELERATOR=cpu.
 
-    Raises LaunchError if DS_ACCELERATOR names something else than the CPU or CUDA.
+    Raises LaunchError as `chosen_device` does.
     """
-    accelerator = os.environ.get("DS_ACCELERATOR")
-    if accelerator not in (None, "cpu", "cuda"):
-        raise LaunchError(f"DS_ACCELERATOR is {accelerator!r} in the environment: set it to cpu or cuda, or unset it")
-    return 0 if accelerator == "cpu" else _gpus_here().count
+    return 0 if chosen_device() == "cpu" else _gpus_here().count
+
+
+def chosen_device() -> str | None:
+    """Returns the DS_ACCELERATOR of the environment. Raises LaunchError if that is neither the CPU nor CUDA."""
+    chosen = os.environ.get("DS_ACCELERATOR")
+    if chosen not in (None, "cpu", "cuda"):
+        raise LaunchError(f"DS_ACCELERATOR is {chosen!r} in the environment: set it to cpu or cuda, or unset it")
+    return chosen
 
 
 def gpu_names() -> tuple[str, ...]:

@@ -27,6 +27,7 @@ MALLOC_TUNABLES = (
     "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=17179869184:glibc.malloc.hugetlb=1"
 )
 THREADS = "OMP_NUM_THREADS"
+COMPILE_WORKERS = "TORCHINDUCTOR_COMPILE_THREADS"
 # torch takes the first one of these that is set
 ALLOCATOR_OPTIONS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 LEFT_RANKS_S = 30.0  # for the other ranks when one has failed: they may still explain why, or write a checkpoint
@@ -53,6 +54,7 @@ def rank_environment(
     if users:
         threads = int(users.partition(",")[0])
     wanted[THREADS] = str(threads)
+    wanted[COMPILE_WORKERS] = str(min(32, max(1, cores // ranks)))  # torch starts up to 32 for each rank
     reasons.append(f"{plural(threads, 'thread')} each")
     if options.malloc_tunables:
         wanted["GLIBC_TUNABLES"] = MALLOC_TUNABLES

@@ -221,19 +221,8 @@ def test_a_training_run_goes_on_when_a_rank_was_stopped(tiny: dict[str, Any], tm
         "monitor": {"plot": False, "report": False},
     }
     config, run_dir = write_config(tmp_path / "c.yaml", tiny), Path(tiny["run_dir"])
-    words = [
-        "supervise",
-        "--silence",
-        "8",
-        "--first-wait",
-        "0",
-        "--",
-        sys.executable,
-        "-m",
-        "launch",
-        "train",
-        str(config),
-    ]
+    train = (sys.executable, "-m", "launch", "train", str(config))
+    words = ["supervise", "--silence", "8", "--first-wait", "0", "--", *train]
     with (tmp_path / "said").open("w") as said:
         process = subprocess.Popen(
             [sys.executable, "-m", "launch", *words],

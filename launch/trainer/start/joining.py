@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from launch.errors import HUNG_CODE, LaunchError
-from launch.runtime.devices import Device
+from launch.runtime.devices import Device, chosen_device
 from launch.runtime.logs import get_logger
 from launch.runtime.printing import say
 from launch.runtime.rank_environment import ATTEMPT, Rank, waiting_hint
@@ -32,6 +32,7 @@ LOCAL_PATIENCE_S = 60.0  # in which ranks of one host come that only variables, 
 
 def join_ranks(config: Config, rank: Rank, progress: StartupProgress) -> Device:
     """Waits for all ranks and joins the process group; returns the kind of this rank's device. Collective."""
+    chosen_device()  # before DeepSpeed is imported, which fails in its own words where it lacks the device's packages
     from megalite.distributed.rendezvous import JOINED, Rendezvous
     from megalite.engine.deepspeed.process_groups import start_distributed
 

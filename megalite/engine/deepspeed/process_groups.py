@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -76,18 +77,22 @@ def start_distributed(
     """Joins the process group of the ranks that meet at `rendezvous`; returns this rank's device.
 
     Without one, the ranks meet where the launcher's environment says. Raises RendezvousFailed, and ConfigError on a
-    rank that is to compute on a GPU which torch cannot use.
+    rank that is to compute on a GPU which torch cannot use, or where DeepSpeed has found another accelerator.
     """
     quiet_logging()
     keep_muon_uncompiled()
     keep_optimizers_uncompiled()
     accelerator = get_accelerator()
-    on_cpu = accelerator.device_name() == "cpu"
+    on_cpu = (name := accelerator.device_name()) == "cpu"
     if on_cpu:
         keep_collective_uncompiled()
+    elif name != "cuda":
+        raise ConfigError(
+            f"DeepSpeed has chosen {name} here, which is not supported: set DS_ACCELERATOR to cpu or cuda"
+        )
     elif not accelerator.is_available():
         raise ConfigError(
-            f"DS_ACCELERATOR is {accelerator.device_name()}, and torch {torch.__version__} can use no GPU here: "
+            f"DS_ACCELERATOR is {name}, and torch {torch.__version__} can use no GPU here: "
             "compare what it is built for (torch.version) with the driver, or set DS_ACCELERATOR=cpu"
         )
     else:
@@ -96,6 +101,8 @@ def start_distributed(
     backend = "gloo" if on_cpu else accelerator.communication_backend_name()
     if not dist.is_initialized():  # DeepSpeed, which takes no store, then leaves the group as it is
         rendezvous = rendezvous or Rendezvous(timeout)
+        # messages of a pipeline's groups are meant to run one after the other: `PipelineGroups`
+        os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "0")
         dist.init_process_group(
             backend,
             store=rendezvous.store,
@@ -127,5 +134,6 @@ def share_timeout() -> None:
 def stop_distributed() -> None:
     """Leaves the process group together with all ranks: a launcher ends the others as soon as one has ended."""
     if dist.is_initialized():
-        dist.barrier()
+        if dist.get_world_size() > 1:  # NCCL warns that one rank, whose group is bound to no device, guesses one
+            dist.barrier()
         dist.destroy_process_group()

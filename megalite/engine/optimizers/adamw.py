@@ -61,27 +61,13 @@ class CompactAdamW(torch.optim.Optimizer):
         assert weights.grad is not None
         tensors = (weights, weights.grad, state["exp_avg"], state["exp_avg_sq"])
         beta1, beta2 = group["betas"]
+        options: dict[str, Any] = {"beta1": beta1, "beta2": beta2, "amsgrad": False, "maximize": False, "fused": True}
+        options |= {name: group[name] for name in ("lr", "weight_decay", "eps")}
+        options |= {"grad_scale": self.grad_scale, "found_inf": self.found_inf}
         step = state["step"]
         for weight, gradient, first, second in zip(*(tensor.split(size) for tensor in tensors), strict=True):
             widened, count = (first.float(), second.float()), step.clone()  # the kernel counts a step for each piece
-            adamw(
-                [weight],
-                [gradient],
-                [widened[0]],
-                [widened[1]],
-                [],
-                [count],
-                fused=True,
-                grad_scale=self.grad_scale,
-                found_inf=self.found_inf,
-                amsgrad=False,
-                beta1=beta1,
-                beta2=beta2,
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
-            )
+            adamw([weight], [gradient], [widened[0]], [widened[1]], [], [count], **options)
             first.copy_(widened[0])
             second.copy_(widened[1])
         step.copy_(count)

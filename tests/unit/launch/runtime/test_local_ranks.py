@@ -13,10 +13,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from launch.runtime.local_ranks import ALLOCATOR_OPTIONS, rank_environment
+from launch.errors import LaunchError
+from launch.runtime.local_ranks import ALLOCATOR_OPTIONS, COMPILE_WORKERS, rank_environment
 from launch.trainer.start.rank_devices import devices_of_ranks
 from megalite.config import ConfigError, LaunchConfig
 from megalite.distributed.rank_admission import FOLDER, is_private
@@ -26,6 +28,7 @@ from tests.helpers.commands import ROOT
 
 pytestmark = pytest.mark.slow
 
+NCCL_WARNING = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
 GPUS = "2,3"  # as a user chooses them
 PROGRAM = """
 import sys
@@ -175,6 +178,54 @@ def test_gpus_allocate_in_segments_that_grow_unless_the_user_has_a_say(monkeypat
             given, told = rank_environment(LaunchConfig(), 2, on_gpu=True)
         assert not given.keys() & set(ALLOCATOR_OPTIONS), "torch would take one of two"
         assert f"{name} as you set it" in told and "segments" not in told
+
+
+@pytest.mark.parametrize(("ranks", "cores", "workers"), [(8, 192, "24"), (1, 192, "32"), (8, 4, "1")])
+def test_ranks_share_the_cores_to_compile_with(
+    ranks: int, cores: int, workers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight ranks had 256 workers of torch's compiler."""
+    monkeypatch.delenv(COMPILE_WORKERS, raising=False)
+    assert rank_environment(LaunchConfig(), ranks, on_gpu=True, cores=cores)[0][COMPILE_WORKERS] == workers
+    monkeypatch.setenv(COMPILE_WORKERS, "7")
+    given, told = rank_environment(LaunchConfig(), ranks, on_gpu=True, cores=cores)
+    assert COMPILE_WORKERS not in given and f"{COMPILE_WORKERS} as you set it" in told
+
+
+def test_one_rank_leaves_without_a_barrier_and_messages_that_wait_for_another_need_no_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """NCCL would warn of both, in every run."""
+    from megalite.engine.deepspeed import process_groups
+
+    called: list[str] = []
+    monkeypatch.setenv(NCCL_WARNING, "1")
+    monkeypatch.delenv(NCCL_WARNING)
+    dist = process_groups.dist
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: called.append(os.environ[NCCL_WARNING]))
+    monkeypatch.setattr(dist, "barrier", lambda: called.append("barrier"))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: called.append("left"))
+    monkeypatch.setattr("deepspeed.init_distributed", lambda **_: None)
+    process_groups.start_distributed(0, rendezvous=SimpleNamespace(store=None, rank=0, world_size=1))
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    for size in (1, 2):
+        monkeypatch.setattr(dist, "get_world_size", lambda size=size: size)
+        process_groups.stop_distributed()
+    assert called == ["0", "left", "barrier", "left"]
+
+
+@pytest.mark.parametrize("name", ["xpu", "npu", "hpu", "mps"])
+def test_a_rank_on_another_accelerator_is_refused_in_one_sentence(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under torchrun, where DeepSpeed chooses what it finds, and such a rank was taken for one on a CPU."""
+    from launch.trainer.start.joining import join_ranks
+    from megalite.engine.deepspeed import process_groups
+
+    monkeypatch.setattr(process_groups, "get_accelerator", lambda: SimpleNamespace(device_name=lambda: name))
+    with pytest.raises(ConfigError, match=f"has chosen {name} here, which is not supported: set DS_ACCELERATOR"):
+        process_groups.start_distributed(0)
+    monkeypatch.setenv("DS_ACCELERATOR", name)
+    with pytest.raises(LaunchError, match=f"DS_ACCELERATOR is '{name}' in the environment: set it to cpu or cuda"):
+        join_ranks(None, None, None)  # DeepSpeed would be missing packages as soon as it is imported
 
 
 def test_a_rank_that_was_started_for_a_gpu_does_not_compute_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -360,17 +360,8 @@ def test_the_rank_s_own_words(tmp_path: Path) -> None:
 def without_ranks() -> dict[str, str]:
     """This process's environment, should a launcher have started the tests."""
     names = (
-        "RANK",
-        "LOCAL_RANK",
-        "WORLD_SIZE",
-        "MASTER_",
-        "SLURM_",
-        "PET_",
-        "OMPI_",
-        "PMI",
-        "CROSS_",
-        "LOCAL_",
-        "GROUP_",
+        *("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "SLURM_", "PET_", "OMPI_"),
+        *("PMI", "CROSS_", "LOCAL_", "GROUP_"),
     )
     return {name: value for name, value in os.environ.items() if not name.startswith(names)}
 

@@ -31,16 +31,8 @@ ALL_OPTIONS = [
     *("--data-claim", "corpora:/mnt/data", "--namespace", "team", "--name", "llama-1b", "--restarts", "3"),
     *("--cpu", "16", "--memory", "256Gi", "--shared-memory", "32Gi", "--rdma", "rdma/hca=2", "--grace", "120"),
     *("--node-selector", "example.com/gpu=h100", "--label", "team=nlp", "--service-account", "trainer"),
-    *(
-        "--env",
-        "NCCL_DEBUG=INFO",
-        "--env",
-        "LEARNED=1e3",
-        "--env",
-        "PRICE=$name",
-        "--secret-env",
-        "WANDB_API_KEY=wandb:api-key",
-    ),
+    *("--env", "NCCL_DEBUG=INFO", "--env", "LEARNED=1e3", "--env", "PRICE=$name"),
+    *("--secret-env", "WANDB_API_KEY=wandb:api-key"),
 ]
 
 

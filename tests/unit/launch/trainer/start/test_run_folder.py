@@ -107,13 +107,7 @@ TOUCHED: dict[str, Callable[[Path], object]] = {  # name in a run's folder -> wh
     ".tokenizer.tmp/conversion.lock": _make_tokenizer,
 }
 READ = (
-    is_locked,
-    lock_holder,
-    RunProgress.read,
-    RunFiles.read,
-    announced_restart,
-    beat_times,
-    read_status,
+    *(is_locked, lock_holder, RunProgress.read, RunFiles.read, announced_restart, beat_times, read_status),
     lambda run_dir: list_place(str(run_dir)),
 )
 PLANTS: dict[str, Callable[[Path, Path], object]] = {

@@ -26,28 +26,14 @@ BASE = {
 
 # Everything that is written out whatever the user says, so that a default that moves in DeepSpeed moves nothing here.
 EXPLICIT = {
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "communication_data_type",
-    "managed_gradient_accumulation",
-    "steps_per_print",
-    "wall_clock_breakdown",
-    "timers.throughput.enabled",
-    "zero_allow_untested_optimizer",
-    "zero_force_ds_cpu_optimizer",
-    "zero_optimization.stage",
-    "zero_optimization.contiguous_gradients",
-    "zero_optimization.reduce_scatter",
-    "zero_optimization.reduce_bucket_size",
-    "zero_optimization.allgather_bucket_size",
+    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
+    *("communication_data_type", "managed_gradient_accumulation", "steps_per_print", "wall_clock_breakdown"),
+    *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
+    *("zero_optimization.stage", "zero_optimization.contiguous_gradients", "zero_optimization.reduce_scatter"),
+    *("zero_optimization.reduce_bucket_size", "zero_optimization.allgather_bucket_size"),
     "zero_optimization.overlap_comm",
-    "bf16.enabled",
-    "bf16.immediate_grad_update",
-    "bf16.check_grad_overflow",
-    "fp16.enabled",
-    "data_types.grad_accum_dtype",
+    *("timers.throughput.enabled", "bf16.enabled", "bf16.immediate_grad_update", "bf16.check_grad_overflow"),
+    *("fp16.enabled", "data_types.grad_accum_dtype"),
 }
 OFFLOADING = {"zero_optimization": {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "nvme"}}}
 
