@@ -24,11 +24,12 @@ from megalite.parallel.linear import ColumnParallelLinear, Recomputable, RowPara
 from megalite.parallel.norm import NORMS, FullWidthRMSNorm
 from models.attention_inputs import AttentionChoice, AttentionInputs, AttentionKind, Kernel, attention_inputs
 from models.attention_kernels import (
+    FLASH_DTYPES,
     FUSED_KERNELS,
+    MOST_FLASH_HEAD_DIM,
     WITHOUT_CUDNN,
     attend_capped,
     attend_to_documents,
-    takes_groups,
     why_not_flash,
     why_not_flex,
 )
@@ -249,7 +250,7 @@ class Attention(nn.Module):
     def _attend_fused(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """Attends by torch's fused attention: `[batch, heads/tp, seq, head_dim]` -> the same."""
         is_grouped, is_masked = self.local_heads != self.local_kv_heads, mask is not None
-        if is_grouped and not takes_groups(q.device, q.dtype, self.head_dim, is_masked=is_masked):
+        if is_grouped and not self.takes_groups(q.device, q.dtype, is_masked=is_masked):
             k, v, is_grouped = self._for_each_head(k), self._for_each_head(v), False
         is_causal = mask is None and q.shape[2] > 1
         with sdpa_kernel(WITHOUT_CUDNN) if is_masked and q.device.type != "cpu" else nullcontext():
@@ -257,11 +258,17 @@ class Attention(nn.Module):
                 q, k, v, attn_mask=mask, is_causal=is_causal, scale=self.scale, enable_gqa=is_grouped
             )
 
+    def takes_groups(self, device: torch.device, dtype: torch.dtype, *, is_masked: bool) -> bool:
+        """Returns whether torch's fused attention takes fewer heads of keys and values than of queries: flash attention
+        and cuDNN's do; torch would answer a GPU's other kernels with all scores in memory."""
+        is_flash = not is_masked and dtype in FLASH_DTYPES and self.head_dim <= MOST_FLASH_HEAD_DIM
+        return device.type == "cpu" or is_flash
+
     def fused_kernel(self, device: torch.device, dtype: torch.dtype, seq: int, *, is_masked: bool) -> str:
         """Asks torch for its kernel behind `fused` in training: device, versions and environment decide."""
         new = partial(torch.empty, dtype=dtype, device=device, requires_grad=True)
         q, k = new(1, self.local_heads, seq, self.head_dim), new(1, self.local_kv_heads, seq, self.head_dim)
-        k = k if takes_groups(device, dtype, self.head_dim, is_masked=is_masked) else q
+        k = k if self.takes_groups(device, dtype, is_masked=is_masked) else q
         mask = torch.zeros(seq, seq, dtype=dtype, device=device) if is_masked else None
         with sdpa_kernel(WITHOUT_CUDNN) if is_masked else nullcontext():
             choice = torch._fused_sdp_choice(q, k, k, mask, 0.0, not is_masked, enable_gqa=q.shape != k.shape)

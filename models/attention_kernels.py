@@ -6,14 +6,12 @@ chooses, and `models.attention_inputs` makes what they read. On a CPU the same r
 
 from __future__ import annotations
 
-import inspect
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
-from torch.nn.attention.varlen import varlen_attn
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -27,8 +25,6 @@ SHARED_BY_WIDE_HEADS = 160 << 10
 WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 FUSED_KERNELS = dict(zip(WITHOUT_CUDNN, ("flash", "memory-efficient", "unfused"), strict=True))
 FUSED_KERNELS[SDPBackend.CUDNN_ATTENTION] = "cuDNN"
-# torch 2.11 has no keyword for grouped heads: it takes them as they are
-KNOWS_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def attend_to_documents(
@@ -38,22 +34,17 @@ def attend_to_documents(
 
     q, k, v: `[batch, seq, heads, head_dim]`; boundaries as in `AttentionInputs`. Out: as q.
     """
+    from torch.nn.attention.varlen import varlen_attn  # which imports torch's compiler
+
     longest = q.shape[1]  # an upper bound, so that nobody has to ask the device
     left = -1 if window is None else window - 1  # tokens before the query; -1: all
     query, key, value = (x.flatten(0, 1) for x in (q, k, v))
     options: dict[str, Any] = {"scale": scale, "window_size": (left, 0)}
-    options |= {"enable_gqa": is_grouped} if KNOWS_GROUPS else {}
+    if "enable_gqa" in (varlen_attn.__kwdefaults__ or ()):  # torch 2.11 takes grouped heads as they are
+        options["enable_gqa"] = is_grouped
     context = varlen_attn(query, key, value, boundaries, boundaries, longest, longest, **options)
     assert isinstance(context, Tensor)  # nothing else was asked for
     return context.unflatten(0, q.shape[:2])
-
-
-def takes_groups(device: torch.device, dtype: torch.dtype, head_dim: int, *, is_masked: bool) -> bool:
-    """Returns whether torch's fused attention takes fewer heads of keys and values than of queries.
-
-    Of a GPU's kernels flash attention and cuDNN's do; torch would answer the others with all scores in memory.
-    """
-    return device.type == "cpu" or (not is_masked and dtype in FLASH_DTYPES and head_dim <= MOST_FLASH_HEAD_DIM)
 
 
 def attend_capped(

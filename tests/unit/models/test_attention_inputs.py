@@ -6,7 +6,6 @@ of our code around it does: boundaries, windows, grouped heads, gradients.
 
 from __future__ import annotations
 
-import runpy
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -55,13 +54,15 @@ def varlen_by_loop(
     cu_seq_k: Tensor,
     max_q: int,
     max_k: int,
+    *,
+    enable_gqa: bool = False,
     **options: Any,
 ) -> Tensor:
     """`torch.nn.attention.varlen.varlen_attn` as documented; documents may be empty."""
     lengths = cu_seq_q.diff().tolist()
     assert cu_seq_q.dtype == torch.int32 and cu_seq_q[0] == 0 and sum(lengths) == len(query)
     assert max(lengths) <= max_q and torch.equal(cu_seq_q, cu_seq_k)
-    assert options["enable_gqa"] or query.shape[1] == key.shape[1]
+    assert enable_gqa or query.shape[1] == key.shape[1]
     parts = zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)
     return torch.cat([attended(q, k, v, options["window_size"], options["scale"]) for q, k, v in parts])
 
@@ -69,7 +70,7 @@ def varlen_by_loop(
 @pytest.fixture
 def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(attention, "why_not_flash", lambda device, dtype, head_dim: None)
-    monkeypatch.setattr(attention_kernels, "varlen_attn", varlen_by_loop)
+    monkeypatch.setattr(varlen, "varlen_attn", varlen_by_loop)
     return None
 
 
@@ -124,7 +125,7 @@ def test_attention_by_boundaries_is_that_by_masks(options: dict[str, Any], posit
 
 
 def test_torch_2_11_takes_grouped_heads_without_a_keyword(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lowest torch that is allowed: its signature, asked by a copy of the module."""
+    """The lowest torch that is allowed, in whose place documents were masks over all scores."""
 
     def of_torch_2_11(
         *arguments: Any, return_aux: Any = None, scale: float | None = None, window_size: tuple[int, int] = (-1, -1)
@@ -132,12 +133,9 @@ def test_torch_2_11_takes_grouped_heads_without_a_keyword(monkeypatch: pytest.Mo
         return varlen_by_loop(*arguments, scale=scale, window_size=window_size, enable_gqa=True)
 
     expected = results(built("sdpa", **WINDOWS), PACKED)
+    why_not_flash = attention_kernels.why_not_flash
     monkeypatch.setattr(varlen, "varlen_attn", of_torch_2_11)
-    kernels = runpy.run_path(attention_kernels.__file__)
-    cuda = torch.device("cuda")
-    monkeypatch.setattr(attention, "why_not_flash", lambda *_: kernels["why_not_flash"](cuda, torch.bfloat16, 128))
-    monkeypatch.setattr(attention, "attend_to_documents", kernels["attend_to_documents"])
-    assert kernels["why_not_flash"](cuda, torch.bfloat16, 128) is None
+    monkeypatch.setattr(attention, "why_not_flash", lambda *_: why_not_flash(torch.device("cuda"), torch.bfloat16, 128))
     assert apart(results(built("auto", **WINDOWS), PACKED), expected) <= 2e-5
 
 
@@ -236,7 +234,7 @@ def test_keys_and_values_copied_for_each_query_head_are_the_grouped_ones(
     positions: Tensor | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = results(built("sdpa"), positions)
-    monkeypatch.setattr(attention, "takes_groups", lambda *_, **__: False)
+    monkeypatch.setattr(attention.Attention, "takes_groups", lambda *_, **__: False)
     assert apart(results(built("sdpa"), positions), expected) <= 2e-5  # sums in another order
 
 

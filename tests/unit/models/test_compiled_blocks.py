@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.attention.varlen as varlen
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import models.attention as attention
-import models.attention_kernels as attention_kernels
 from megalite.config import ModelConfig
 from megalite.parallel.collectives import TensorParallel
 from megalite.parallel.float8 import use_float8
@@ -181,7 +181,9 @@ def test_a_stale_graph_is_noticed() -> None:
     assert apart(results(blocks, 1, packed(3, 21)), expected) > 1e-3
 
 
-def varlen_by_mask(q: Tensor, k: Tensor, v: Tensor, edges: Tensor, *_: Any, **options: Any) -> Tensor:
+def varlen_by_mask(
+    q: Tensor, k: Tensor, v: Tensor, edges: Tensor, *_: Any, enable_gqa: bool = False, **options: Any
+) -> Tensor:
     """`varlen_attn` in operations whose shapes do not depend on the boundaries' values."""
     token = torch.arange(len(q))
     document = torch.bucketize(token, edges, right=True)
@@ -200,7 +202,7 @@ def test_numbers_of_documents_within_a_power_of_two_share_a_graph(monkeypatch: p
     batches = [packed(*each) for each in lengths]  # 10, 14, 16, 38 and 48 documents of 48 tokens
     expected = [results(eager, seed, positions) for seed, positions in enumerate(batches)]
     monkeypatch.setattr(attention, "why_not_flash", lambda device, dtype, head_dim: None)
-    monkeypatch.setattr(attention_kernels, "varlen_attn", varlen_by_mask)
+    monkeypatch.setattr(varlen, "varlen_attn", varlen_by_mask)
     blocks = blocks_of(TensorParallel())
     counter = compiled(blocks)
     for seed, positions in enumerate(batches):
