@@ -43,10 +43,7 @@ class _Gpus:
 
 
 def gpu_count() -> int:
-    """Returns how many GPUs ranks may use: those in CUDA_VISIBLE_DEVICES if it is set, none with DS_ACCELERATOR=cpu.
-
-    Raises LaunchError as `chosen_device` does.
-    """
+    """Returns how many GPUs ranks may use: those in CUDA_VISIBLE_DEVICES. Raises LaunchError like `chosen_device`."""
     return 0 if chosen_device() == "cpu" else _gpus_here().count
 
 

@@ -10,24 +10,13 @@ from launch.parity.forked_ranks import warm_up
 PYTEST = ["pytest", "hypothesis", "psutil", "yaml", "safetensors.torch"]  # what modules of tests import
 COMMANDS = ["launch.cli.app", "launch.conversion.huggingface"]
 TRAINING = [  # what a run imports on its way
-    "launch.train",
-    "deepspeed.module_inject.auto_ep_layer",
-    "megalite.checkpoint.engine_state",
-    "megalite.checkpoint.remote.mirror",
-    "megalite.checkpoint.saver",
-    "megalite.monitor.expert_usage",
-    "megalite.monitor.goodput",
-    "megalite.monitor.prometheus.endpoint",
-    "megalite.monitor.sinks.jsonl",
-    "megalite.monitor.steps.profiler",
-    "megalite.monitor.steps.recorder",
-    "megalite.resilience.checkpoint_interval",
-    "megalite.resilience.guards",
-    "megalite.resilience.nonfinite_tracing",
-    "megalite.resilience.stop_requests",
-    "megalite.resilience.watchdog",
-    "megalite.training.checkpoints",
-    "megalite.training.loop",
+    *("launch.train", "deepspeed.module_inject.auto_ep_layer", "megalite.checkpoint.engine_state"),
+    *("megalite.checkpoint.remote.mirror", "megalite.checkpoint.saver", "megalite.monitor.expert_usage"),
+    *("megalite.monitor.goodput", "megalite.monitor.prometheus.endpoint", "megalite.monitor.sinks.jsonl"),
+    *("megalite.monitor.steps.profiler", "megalite.monitor.steps.recorder"),
+    *("megalite.resilience.checkpoint_interval", "megalite.resilience.guards"),
+    *("megalite.resilience.nonfinite_tracing", "megalite.resilience.stop_requests", "megalite.resilience.watchdog"),
+    *("megalite.training.checkpoints", "megalite.training.loop"),
 ]
 
 ACCELERATOR = os.environ.get("DS_ACCELERATOR", "cpu")  # of tests/device it is another

@@ -22,7 +22,6 @@ from megalite.config.versions import installed_version
 from megalite.config.yaml_text import parse_yaml
 
 FILE = Path(__file__).parents[1] / "known_bad.yaml"
-REPOSITORIES = {"DeepSpeed": "deepspeedai/DeepSpeed"}
 
 
 @dataclass(frozen=True)
@@ -39,8 +38,7 @@ class KnownBad:
     @property
     def url(self) -> str:
         """Address of the thread; GitHub redirects the number of a pull request."""
-        repository, number = self.thread.split("#")
-        return f"https://github.com/{REPOSITORIES[repository]}/issues/{number}"
+        return f"https://github.com/deepspeedai/{self.thread.replace('#', '/issues/')}"
 
     def is_installed(self, versions: Mapping[str, str]) -> bool:
         """Returns whether all its packages are installed in affected versions; `2.13.0+cpu` counts as 2.13.0."""

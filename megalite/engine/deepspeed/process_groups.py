@@ -87,9 +87,7 @@ def start_distributed(
     if on_cpu:
         keep_collective_uncompiled()
     elif name != "cuda":
-        raise ConfigError(
-            f"DeepSpeed has chosen {name} here, which is not supported: set DS_ACCELERATOR to cpu or cuda"
-        )
+        raise ConfigError(f"DeepSpeed has chosen {name}, which is not supported: set DS_ACCELERATOR to cpu or cuda")
     elif not accelerator.is_available():
         raise ConfigError(
             f"DS_ACCELERATOR is {name}, and torch {torch.__version__} can use no GPU here: "

@@ -55,9 +55,8 @@ class CompactAdamW(torch.optim.Optimizer):
     def update(self, group: dict[str, Any], weights: Tensor) -> None:
         """Updates one partition from its gradient, of the same shape."""
         state = self.state[weights] or self.create_state(weights)
-        size = weights.numel()
-        if self.moments_dtype != torch.float32:
-            size = WIDENED_AT_ONCE[weights.device.type]
+        is_whole = self.moments_dtype == torch.float32
+        size = weights.numel() if is_whole else WIDENED_AT_ONCE[weights.device.type]
         assert weights.grad is not None
         tensors = (weights, weights.grad, state["exp_avg"], state["exp_avg_sq"])
         beta1, beta2 = group["betas"]

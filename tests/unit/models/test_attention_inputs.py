@@ -253,9 +253,7 @@ def test_each_reason_against_a_kernel_is_said() -> None:
 
 
 @pytest.mark.parametrize("gpu", ["H100", "A100", "L4", "ROCm"])
-def test_wide_heads_go_to_flex_attention_where_a_gpu_has_memory_for_its_kernel(
-    gpu: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wide_heads_go_to_flex_attention_where_its_kernel_fits(gpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gemma 2 2B and 9B: of 148 KiB an L4, L40S, A10 and RTX 4090 have 99, and the first forward failed."""
     optin = {"H100": 232448, "A100": 166912, "L4": 101376}
     properties = SimpleNamespace(**{"shared_memory_per_block_optin": optin[gpu]} if gpu in optin else {})

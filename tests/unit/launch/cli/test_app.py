@@ -216,12 +216,7 @@ def test_version_names_what_a_report_needs() -> None:
     lines = done.stdout.splitlines()
     assert done.returncode == 0 and lines[0].startswith(f"megalite {version('megalite')}")
     assert [line.split()[0] for line in lines[:6]] == [
-        "megalite",
-        "torch",
-        "deepspeed",
-        "transformers",
-        "numpy",
-        "python",
+        *("megalite", "torch", "deepspeed", "transformers", "numpy", "python"),
     ]
     assert f"torch {version('torch')}" in lines and f"deepspeed {version('deepspeed')}" in lines
 

@@ -28,12 +28,8 @@ def test_the_best_need_losses(minimal: Path) -> None:
     [
         "s3://a-key:hunter2@bucket/run",
         "s3://a-key:hun/ter2@bucket/run",  # the password ends after the first slash
-        "s3://hunter2@bucket/run",
-        "gs://bucket:hunter2/run",
-        "sftp://user:hunter2@host/run",
-        "sftp://user:hun/ter2@host/run",
-        "s3://bucket/run?token=hunter2",
-        "gs://bucket/run#hunter2",
+        *("s3://hunter2@bucket/run", "gs://bucket:hunter2/run", "sftp://user:hunter2@host/run"),
+        *("sftp://user:hun/ter2@host/run", "s3://bucket/run?token=hunter2", "gs://bucket/run#hunter2"),
     ],
 )
 def test_a_url_with_a_credential_is_refused_and_not_repeated(url: str, minimal: Path) -> None:

@@ -85,9 +85,7 @@ def test_a_mask_depends_on_the_sample_and_not_on_its_place_in_the_batch() -> Non
 
 
 @pytest.mark.parametrize(("words", "passes"), [(1 << 25, 1), (HIDDEN * SEQ, 8), (5 * HIDDEN + 1, 205), (1, 8 * SEQ)])
-def test_a_mask_is_made_in_few_passes_and_these_do_not_show(
-    words: int, passes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_passes_are_few_and_do_not_show(words: int, passes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight samples at once where memory suffices: each sample for itself cost a GPU ten launches."""
     made, expected = [], mask(dropout(0.3), torch.arange(8))
     in_words = dropout_module._words
