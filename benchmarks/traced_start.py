@@ -1,8 +1,7 @@
 """The command of a run and its rank, each with marks of its processor and wall time: for benchmarks/startup.py.
 
 It is copied out of this tree to run the code of another. The command is `python -m traced_start train CONFIG`, which
-starts its rank as `python -m traced_start CONFIG`; each appends its marks as a line of JSON to the file that
-MEGALITE_START_MARKS names.
+starts its rank as `python -m traced_start CONFIG`; each appends its marks in JSON to the file in MEGALITE_START_MARKS.
 """
 
 from __future__ import annotations
@@ -12,7 +11,10 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # an older tree has it elsewhere
+    from megalite.monitor.records.step import StepRecord
 
 MARKS = "MEGALITE_START_MARKS"
 Mark = tuple[str, float, float]  # the part that ends, processor time of this process so far, and the time of day
@@ -62,7 +64,6 @@ def rank() -> None:
     import launch.train as entry
     from launch.runtime.rank_process import run_to_the_end
     from launch.runtime.startup_progress import StartupProgress
-    from megalite.monitor.records.step import StepRecord
 
     marks = Marks("rank")
 
