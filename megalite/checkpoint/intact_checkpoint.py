@@ -30,7 +30,11 @@ def newest_intact(
     what rank 0 sees.
     """
     skipped: list[str] = []
-    for name in from_rank_0(lambda: _names_in(root), list[StepName], (CheckpointError,), StorageError):
+
+    def names() -> list[str]:
+        return [folder.name for folder in reversed(step_folders(root))] if root.is_dir() else []
+
+    for name in from_rank_0(names, list[StepName], (CheckpointError,), StorageError):
         if at_most_step is not None and step_of(name) > at_most_step:
             continue
         folder = root / name
@@ -56,10 +60,6 @@ def _problem_of_any_rank(folder: Path, progress: Callable[[], None]) -> str | No
         if reason.startswith(UNREADABLE):
             raise StorageError(reason)
     return reasons[0] if reasons else None
-
-
-def _names_in(root: Path) -> list[str]:
-    return [folder.name for folder in reversed(step_folders(root))] if root.is_dir() else []
 
 
 def _is_visible(folder: Path) -> bool:

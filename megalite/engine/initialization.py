@@ -29,8 +29,7 @@ log = logging.getLogger(__name__)
 class LayerMaker:
     """Makes layers where they train: on this rank's device, in `precision.dtype`, and under ZeRO-3 in partitions.
 
-    DeepSpeed would put the whole model there: 4 bytes for each of its numbers on the host of every rank, and under
-    ZeRO-3 all of it on each device. So never more than a parameter is in fp32, and a layer in one piece.
+    DeepSpeed would do it with the whole model. So never more than a parameter is in fp32, and a layer in one piece.
     """
 
     def __init__(self, config: Config, layout: ResolvedLayout, grid: Grid) -> None:

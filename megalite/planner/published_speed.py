@@ -3,16 +3,7 @@
 from __future__ import annotations
 
 from megalite.config.sections import PrecisionConfig
-from megalite.planner.hardware import Accelerator, PublishedSpeed
-
-
-def best_published(kind: Accelerator, precision: str) -> PublishedSpeed | None:
-    """Returns the fastest training published in `precision`, of which both kinds of 16 bits are one; None where none is
-    published."""
-    sixteen_bits = ("bf16", "fp16")
-    formats = sixteen_bits if precision in sixteen_bits else (precision,)
-    alike = [one for one in kind.published if one.precision in formats]
-    return max(alike, key=lambda one: one.model_tflops, default=None)
+from megalite.planner.hardware import Accelerator
 
 
 def beside_published(
@@ -20,8 +11,9 @@ def beside_published(
 ) -> str | None:
     """Returns a sentence with our model TFLOP/s of one accelerator and the best published; None where there is none."""
     ours = "fp8" if precision.float8 != "none" else precision.dtype
-    best = best_published(kind, ours)
-    if best is None:
+    formats = ("bf16", "fp16") if ours in ("bf16", "fp16") else (ours,)
+    alike = [one for one in kind.published if one.precision in formats]
+    if (best := max(alike, key=lambda one: one.model_tflops, default=None)) is None:
         return None
     what = "measured" if is_measured else "predicted"
     where = f"{best.system}, {best.model}, sequences of {best.sequence_length:,}, {best.accelerators:,} of them"

@@ -28,11 +28,9 @@ from megalite.parallel.mesh import Mesh
 
 
 class Grid(PipelineParallelGrid):  # type: ignore[misc]
-    """DeepSpeed's grid, whose groups are made in few calls.
+    """DeepSpeed's grid (runtime/pipe/topology.py), which makes each group of an axis by a call of its own.
 
-    Its own constructor (runtime/pipe/topology.py) makes every group of each axis by a call of its own, those of one
-    rank too, and all ranks take part in each: 59 calls for tp 8, pp 4, dp 2. Here an axis that is not cut has no group:
-    None, as ZeRO has it (comm/pg_utils.py). Only the replicas have one always, for which None would mean all ranks.
+    Here an axis that is not cut has none, as in ZeRO's comm/pg_utils.py, but replicas, whose None would mean all ranks.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -46,8 +44,7 @@ class Grid(PipelineParallelGrid):  # type: ignore[misc]
         self.pipe_groups = topology.get_axis_comm_lists("pipe") if pp > 1 else []  # of all pipelines, by stage
         self.pp_proc_group = group_among(self.pipe_groups)
         self.slice_proc_group = group_among(topology.get_axis_comm_lists("model") if tp > 1 else [])
-        # of a replica's ranks, over which DeepSpeed sums its norm
-        self.ds_model_proc_group = self.pp_proc_group or self.slice_proc_group
+        self.ds_model_proc_group = self.pp_proc_group or self.slice_proc_group  # of a replica: DeepSpeed's norm
         if pp > 1 and tp > 1:
             self.ds_model_proc_group = group_among([topology.get_axis_list("data", replica) for replica in range(dp)])
 
@@ -60,10 +57,8 @@ class Grid(PipelineParallelGrid):  # type: ignore[misc]
 
 
 def group_among(groups: Sequence[Sequence[int]]) -> Any:
-    """Returns this rank's one of disjoint groups, None if it is in none; collective over all ranks.
-
-    NCCL makes all of them by one split of the run's own group, which `new_group` would split for each of them.
-    """
+    """Returns this rank's one of disjoint groups, which NCCL makes by one split; None if it is in none. Collective over
+    all ranks."""
     assert dist.group.WORLD is not None
     if groups and dist.group.WORLD.bound_device_id is not None:
         return dist.split_group(split_ranks=[sorted(ranks) for ranks in groups])

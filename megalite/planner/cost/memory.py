@@ -48,6 +48,7 @@ class Device:
     maps_lazily: bool = False  # pages of a buffer count once they are written to
     fragments: float = 0.0  # fraction of the tensors' bytes that the allocator reserves and does not use
     context_bytes: float = 0.0  # beside tensors
+    communicator_bytes: float = 0.0  # of each process group beyond three
     widens_bf16: bool = False  # bf16 products are computed in fp32, as on a CPU without bf16 units
 
     def widens(self, dtype: Dtype) -> bool:
@@ -55,9 +56,10 @@ class Device:
         return self.kind == "cpu" and (dtype == "fp16" or (dtype == "bf16" and self.widens_bf16))
 
 
-CUDA = Device("cuda", fragments=0.07, context_bytes=1.5 * 2**30)
-"""Memory that has to fit: tensors, 7 % that the caching allocator reserves for tensors of other sizes, and 1.5 GiB
-of CUDA's context and NCCL's buffers. Both are usual values and not fitted: no published table splits them off."""
+CUDA = Device("cuda", fragments=0.07, context_bytes=1.5 * 2**30, communicator_bytes=150 * MIB)
+"""Memory that has to fit: tensors, 7 % that the caching allocator reserves for tensors of other sizes, 1.5 GiB of
+CUDA's context and NCCL's buffers for three process groups, and 150 MiB for each other. These are usual values and not
+fitted: no published table splits them off. Groups of A100s that reduce were seen with 688 MiB (NVIDIA/nccl#964)."""
 
 TENSORS = Device("cuda")
 """Memory that `torch.cuda.max_memory_allocated` counts."""
@@ -74,7 +76,7 @@ class StageMemory:
     stage: int
     parts: Mapping[str, float]  # what it is for -> bytes, adding up to the total
     moment: str = ""  # when most is needed
-    on_host: float = 0.0  # bytes beside them of what a GPU's rank has offloaded
+    on_host: float = 0.0  # bytes beside them of a GPU's rank: offloaded, or at its start if that is more
     total: float = field(init=False)  # the predicted peak
 
     def __post_init__(self) -> None:
@@ -152,7 +154,7 @@ class _StageKind:
         # trained rows of embedding and head, which adapters leave as they are
         self.embedding = embedding_parameters(model, tp) if has_rows and not job.trains_adapters else 0
         in_blocks = min(self.trained, max(widest_parameter(model, layer, tp) for layer in shape.kinds))
-        largest = max(self.embedding, in_blocks)  # trained parameter
+        self.largest = largest = max(self.embedding, in_blocks)  # trained parameter
         self.largest_of_blocks = in_blocks / largest
         orthogonalized = orthogonalized_numbers(model, shape, tp) if job.optimizer == "muon" else 0
         self.states = deepspeed_states(job, self.trained, largest, orthogonalized)
@@ -204,13 +206,17 @@ class _StageKind:
             name, parts = self._own_room(moments)
         else:
             name, parts = max(moments.items(), key=lambda moment: sum(moment[1].values()))
-        return with_device(parts, self.device), name, self._on_host(in_flight)
+        parts = with_device(parts, self.device)
+        parts["context"] += self.device.communicator_bytes * max(0, communicators(self.job) - 3)
+        return parts, name, self._on_host(in_flight)
 
     def _on_host(self, in_flight: Sequence[InFlight]) -> float:
         if self.device.kind == "cpu":
             return 0.0
         optimizer = optimizer_on_host(self.job, self.trained) if self.job.offloads_optimizer else 0.0
-        return optimizer + (max(map(self._kept, in_flight)) if self.job.offloads_activations else 0.0)
+        offloaded = optimizer + (max(map(self._kept, in_flight)) if self.job.offloads_activations else 0.0)
+        # parameters are drawn in fp32 one by one; `defragment` of runtime/zero/utils.py moves ZeRO-3's partitions there
+        return max(offloaded, 4.0 * self.largest, self.states.building * (self.job.layout.zero_stage == 3))
 
     def _always(self) -> Moment:
         states = self.states
@@ -369,3 +375,11 @@ def with_device(parts: Moment, device: Device) -> Moment:
     """Adds the allocator's fragments and the device's context."""
     fragments = device.fragments * sum(parts.values())
     return parts | {"allocator": fragments, "context": device.context_bytes}
+
+
+def communicators(job: TrainingWorkload) -> int:
+    """Returns the process groups of more than one rank that a rank is in at most (Grid, PipelineGroups, TiedWeight)."""
+    stages, is_cut = job.layout.pipeline_parallel_size, job.layout.tensor_parallel_size > 1
+    is_odd_ring = job.layout.pipeline_schedule == "interleaved" and stages % 2
+    of_pipelines = 1 + is_cut + min(4, 2 * stages - 2) + 2 * is_odd_ring + job.model.tie_word_embeddings
+    return 1 + is_cut + (job.layout.data_parallel_size > 1) + (of_pipelines if stages > 1 else 0)

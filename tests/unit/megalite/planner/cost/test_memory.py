@@ -9,14 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.planner.memory_published import (
-    Figure,
-    figure_1,
-    figure_7,
-    published_memory_of,
-    published_states,
-    total,
-)
+from benchmarks.planner.memory_published import Figure, figure_1, figure_7, published_memory_of, published_states, total
 from benchmarks.planner.published import read
 from megalite.config import ModelConfig
 from megalite.planner.cost.memory import COPY, CPU, CUDA, TENSORS, Device, StageMemory, memory_of, with_process
@@ -226,6 +219,12 @@ def test_gradients_of_an_fp16_head_are_fp32(dtype: Any, size: int, length: int) 
     assert stage.parts["logits"] == 2 * min(length, 16_768) * model.vocab_size
 
 
+def test_pipelines_have_more_communicators() -> None:
+    """Three are in the context; engine/deepspeed/test_process_groups.py counts 9, and one is of all ranks."""
+    job = TrainingWorkload(_model(tie_word_embeddings=True), ParallelLayout(8, 4, 2), 512, 64)
+    assert memory_of(job)[0].parts["context"] == 1.5 * 2**30 + 7 * 150 * 2**20
+
+
 @pytest.mark.parametrize(("optimizer", "numbers"), [("adamw", 3), ("sgd", 1)])
 def test_the_copy_of_a_save_in_the_background_is_a_rank_s_share(optimizer: Any, numbers: int) -> None:
     """fp32 weights, and of AdamW two moments; SGD without momentum has none. The process counts beside it."""
@@ -344,8 +343,9 @@ def test_what_is_offloaded_is_on_the_host_and_not_on_the_gpu(job: TrainingWorklo
         numbers = stage_shapes(job.model, job.layout.tensor_parallel_size, job.layout.pipeline_parallel_size)[stage]
         moved = memory_of(replace(job, offloads_optimizer=True), TENSORS)[stage]
         per_number = {"adamw": 16, "sgd": 8}[job.optimizer] + {"fp32": 4, "bf16": 2}[job.dtype]
-        assert moved.on_host == per_number * numbers.parameters / job.layout.data_parallel_size
-        assert moved.parts.get("optimizer", 0.0) == 0 and plain.on_host == 0
+        state = per_number * numbers.parameters / job.layout.data_parallel_size
+        assert moved.on_host == max(plain.on_host, state) and moved.parts.get("optimizer", 0.0) == 0
+        assert 0 < plain.on_host <= 4 * numbers.parameters, "of a parameter, as it is drawn"
         offloaded = memory_of(replace(job, offloads_activations=True), TENSORS)[stage]
         assert offloaded.total <= plain.total
         assert offloaded.on_host > 0
