@@ -1,4 +1,4 @@
-"""Files that are read through a decompressor, chosen by their ending, and the reasons for which one cannot be."""
+"""Opens text files, through a decompressor where their ending names one, and says why one cannot be read."""
 
 import codecs
 import io

@@ -1,4 +1,4 @@
-"""Says what the start of a run is doing where it takes long, so that nobody has to guess whether it hangs."""
+"""An observer that says until the first step what takes long, so that nobody has to guess whether a start hangs."""
 
 from __future__ import annotations
 

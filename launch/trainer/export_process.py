@@ -1,4 +1,4 @@
-"""Exports one checkpoint to a Hugging Face folder in a process of its own, while the run goes on.
+"""The child that exports one checkpoint to a Hugging Face folder while the run goes on: checkpoint_hooks starts it.
 
 `python -m launch.trainer.export_process PARENT CHECKPOINT HF_DIR DTYPE VALIDATE`; DTYPE `-` takes the checkpoint's.
 The process runs at low priority unless training has ended, ends when the process PARENT ends, and prints lines of

@@ -122,6 +122,7 @@ class _TrainingRun:
             if (is_save_due or stop) and not self._saved_before_evaluation:
                 is_last = stop is not None or self._state.step >= self._total_steps
                 checkpoints.save(self._saved_state(), self._evaluation_loss, is_last=is_last)
+            # an evaluation has no loss where the request to stop has ended it
             is_cut_off = read is not None and read.due.evaluation and self._evaluation_loss is None
             if stop and (self._state.step < self._total_steps or is_cut_off):
                 self._leave(stop)
@@ -136,7 +137,7 @@ class _TrainingRun:
         begun = self._begin(coming, due) if unread is None or not reads_now else None
         read, behind = (begun, None) if unread is None and reads_now else (unread, begun)
         is_save_due = read is not None and self._finish(read, behind)
-        if behind is not None and self._state.step == coming:  # and it was not held back
+        if behind is not None and self._state.step == coming:  # else `_finish` has gone back, and holds its data
             self._unread = behind
             self._recorder.cut()
         return read, is_save_due
@@ -185,6 +186,7 @@ class _TrainingRun:
         one was loaded, to which a crash would go back again and again otherwise.
         """
         record, state = self._read(pending)
+        # never None for a step that was not taken, whose state is not the one that `_begin` has assumed
         intervention = self._context.guard.after(state.step, pending.result, pending.micro_batches)
         differing: list[Disagreement] = []
         if pending.due.self_check:

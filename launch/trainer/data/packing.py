@@ -1,4 +1,4 @@
-"""Writes the plans of best-fit packing that a run needs, before any rank starts."""
+"""Writes the plans of best-fit packing, by which samples are cut: for `megalite data pack` and runs without one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replaces patterns among the paths of `data`, such as `data/web/*`, by the prepared prefixes that they match.
+"""Replaces patterns among the paths of a loaded config, as `data/web/*`, by the prepared prefixes that they match.
 
 That happens when a run's config is loaded, so that the run's own config.yaml and its checkpoints have the prefixes. A
 pattern that matches nothing stays: a host that only plans or submits a run need not have its data, and opening it is an
