@@ -110,12 +110,12 @@ def test_a_limit_ends_prepare_and_leaves_no_row_out(
     tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """How busy a machine is must not decide what the data is."""
-    monkeypatch.setattr(renderer, "PROCESSOR_S", 0.2)
+    monkeypatch.setattr(renderer, "PROCESSOR_S", 1.0)
     template = tokenizer / "chat_template.jinja"
     loop = 3 * "{% for a in range(99999) %}" + 3 * "{% endfor %}"
     template.write_text("{% if messages[0].content == '1?' %}" + loop + "{% endif %}" + template.read_text())
     skipping = PrepareOptions(append_eos=False, special_tokens="refuse", train_on="all-turns", skip_bad_rows=True)
-    with pytest.raises(DataError, match=r"line 2: .* was given up for its 2 messages.*0.2 s.*cut the conversation"):
+    with pytest.raises(DataError, match=r"line 2: .* was given up for its 2 messages.*1 s.*cut the conversation"):
         prepare([write_rows(tmp_path / "c.jsonl", rows(3))], tmp_path / "out", tokenizer, skipping, workers=1)
 
 

@@ -177,8 +177,8 @@ def harm(
         if request.param == "memory":
             monkeypatch.setattr(module, "MEMORY_BYTES", 1 << 29)
         elif request.param == "time":
-            monkeypatch.setattr(module, "PROCESSOR_S", 1.0)
             monkeypatch.setattr(module, "CHARACTERS_PER_S", 1 << 20)
+            monkeypatch.setattr(piece_limits, "PROCESSOR_S", 1.0)
     config = {"tokenizer_config.json": {"eos_token": "<|endoftext|>"}}
     return folder_with(tokenizer_folder, tmp_path / "tok", config, rules), text, says
 
@@ -199,10 +199,13 @@ def test_a_text_at_which_a_tokenizer_does_harm_is_named(
     assert capfd.readouterr().err == ""
 
 
-def test_a_prompt_at_which_a_tokenizer_does_harm_ends_no_command(harm: tuple[Path, str, str]) -> None:
+def test_a_prompt_at_which_a_tokenizer_does_harm_ends_no_command(
+    harm: tuple[Path, str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, text, _ = harm
     with HubTokenizer(folder) as tokenizer:
         assert tokenizer.decode(tokenizer.ids("fine")) == "fine"
+        monkeypatch.setattr(tokenizer_reading, "PROCESSOR_S", 1.0)  # a slow machine takes longer to load it
         with pytest.raises(DataError, match=r"is not usable") as caught:
             tokenizer.ids(text)
     assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
