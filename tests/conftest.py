@@ -35,10 +35,11 @@ TIMEOUT_S = {"unit": 120, "performance": 300, "ranks": 300, "e2e": 300, "cluster
 
 BUDGET_S = {tier: limits()[f"worker-seconds, {tier}"] for tier in TIMEOUT_S}
 """Sum of the times of a tier's tests, over all workers, beyond which a run fails: some third more than they take where
-three workers share two cores and nobody else computes."""
+three workers share two cores and nobody else computes. A slower machine has as much more time."""
 
 
 _seconds: Counter[str] = Counter()  # by test; set up, call and tear down
+_slowness = durations.Slowness()
 
 
 def tier_of(nodeid: str) -> str:
@@ -53,6 +54,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("exhaustive" if config.getoption("--exhaustive") else "default")
+    if not hasattr(config, "workerinput"):
+        _slowness.start()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -83,7 +86,7 @@ def _seconds_by_tier() -> Counter[str]:
 
 
 def _is_over_budget(config: pytest.Config, tier: str, seconds: float) -> bool:
-    return seconds > BUDGET_S[tier] and not config.getoption("--exhaustive")
+    return seconds > _slowness.factor() * BUDGET_S[tier] and not config.getoption("--exhaustive")
 
 
 @pytest.hookimpl(trylast=True)
@@ -98,6 +101,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    terminalreporter.write_line(f"this machine is {_slowness.factor():.2f} times as slow as that of the budgets")
     for tier, seconds in sorted(_seconds_by_tier().items()):
         is_over = _is_over_budget(config, tier, seconds)
         verdict = f": OVER BUDGET, see {durations.FOLDER / tier}.json" if is_over else ""

@@ -1,12 +1,17 @@
-"""How long each test took: kept from run to run, and by it the order in which workers take files."""
+"""How long each test took: kept from run to run, and by it the order in which workers take files; and how slow the
+machine was meanwhile."""
 
 from __future__ import annotations
 
 import json
 import os
+import threading
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+
+import psutil
 
 FOLDER = Path("build") / "test_durations"
 GUESS_S = {
@@ -61,3 +66,35 @@ def order_of_files(nodeids: Sequence[str], tier_of: Callable[[str], str]) -> dic
             places[file] = BEGUN_BY.get(tier, 1.0) * before / total
             before += seconds
     return places
+
+
+class Slowness(threading.Thread):
+    """How many times as long as the machine of docs/limits.md's budgets this one takes for the same work.
+
+    Virtual machines of one name differ by a factor of two. A small piece of work is timed every few seconds, in
+    processor time, as tests beside it must not count; what the host of a virtual machine withholds does.
+    """
+
+    _REFERENCE_S = 6e-3
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self._taken_s: list[float] = []
+        self._began_s, self._withheld_s = time.monotonic(), self._withheld()
+
+    def run(self) -> None:
+        while True:
+            began = time.thread_time()
+            sorted(map(str, range(60_000)))
+            self._taken_s.append(time.thread_time() - began)
+            time.sleep(5)
+
+    def factor(self) -> float:
+        """Returns 1 on a faster machine too."""
+        machine_s = psutil.cpu_count() * (time.monotonic() - self._began_s)
+        given = 1 - (self._withheld() - self._withheld_s) / machine_s
+        return max(1.0, sum(self._taken_s) / max(len(self._taken_s), 1) / self._REFERENCE_S / given)
+
+    @staticmethod
+    def _withheld() -> float:
+        return float(getattr(psutil.cpu_times(), "steal", 0.0))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.conftest import tier_of
@@ -32,3 +33,15 @@ def test_a_run_of_some_files_keeps_the_times_of_the_others() -> None:
     assert durations.kept("unit") == {"tests/unit/a.py::test_new": 3.0, "tests/unit/b.py::test": 2.0}
     durations.FOLDER.joinpath("unit.json").write_text("{")
     assert durations.kept("unit") == {}
+
+
+def test_a_machine_is_as_slow_as_its_work_takes_longer_and_its_host_withholds() -> None:
+    slowness = durations.Slowness()
+    slowness._began_s -= 1e6
+    assert slowness.factor() == 1.0
+    slowness._taken_s = [2 * slowness._REFERENCE_S, 4 * slowness._REFERENCE_S]
+    assert slowness.factor() == pytest.approx(3.0, rel=1e-2)
+    slowness._withheld_s -= 1e6 * psutil.cpu_count() / 2
+    assert slowness.factor() == pytest.approx(6.0, rel=1e-2)
+    slowness._taken_s = [slowness._REFERENCE_S / 9]
+    assert slowness.factor() == 1.0

@@ -7,16 +7,13 @@ so each gradient is that of a sum of products, known in closed form.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
 from megalite.engine.deepspeed import internals as seams
@@ -96,24 +93,20 @@ def test_bf16_divides_the_engines_own_output_though_told_not_to() -> None:
     assert plain == pytest.approx(expected / 4, rel=OF_BF16), "fixed in DeepSpeed: handover.backward need not multiply"
 
 
-def _collectives(rank: int, zero: int, dtype: str) -> dict[str, Any]:
-    """How many numbers are summed over the ranks in each of two backwards, and in the step; and the norm."""
-    engine, sizes = _engine(zero, dtype), []
-    reductions = ("all_reduce", "reduce", "reduce_scatter_tensor", "_reduce_scatter_base")
-    for name in filter(lambda name: hasattr(dist, name), reductions):
-        setattr(dist, name, _counted(getattr(dist, name), sizes))
-    seen = []
+def _collectives(rank: int, dtype: str) -> dict[str, float]:
+    """How many numbers are summed over the ranks in two backwards, and in the step; and the norm."""
+    engine, sizes = _engine(1, dtype), []
+    dist.all_reduce = _counted(dist.all_reduce, sizes)
     for number in (1 + rank, 3):
         _backward(engine, number)
-        seen.append(_weights_in(sizes))
+    in_backward = _weights_in(sizes)
     norm = _stepped(engine)
-    return {"backward": seen, "step": _weights_in(sizes), "norm": norm}
+    return {"backward": in_backward, "step": _weights_in(sizes), "norm": norm}
 
 
 def _counted(collective: Callable[..., Any], sizes: list[int]) -> Callable[..., Any]:
     def called(tensor: Tensor, *arguments: Any, **options: Any) -> Any:
-        inputs = next((each for each in arguments if isinstance(each, Tensor)), tensor)  # of a reduce-scatter
-        sizes.append(max(tensor.numel(), inputs.numel()))
+        sizes.append(tensor.numel())
         return collective(tensor, *arguments, **options)
 
     return called
@@ -126,45 +119,13 @@ def _weights_in(sizes: list[int]) -> float:
     return total
 
 
-@pytest.mark.parametrize(("zero", "dtype"), [(1, "fp32"), (1, "bf16"), (2, "fp32"), (2, "bf16")])
-def test_backward_only_accumulates_and_zero_1_reduces_once_in_the_step(zero: int, dtype: str) -> None:
-    """ZeRO-2 reduces in every backward; the mean over replicas is the same."""
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_backward_only_accumulates_and_zero_1_reduces_once_in_the_step(dtype: str) -> None:
     rounding = OF_BF16 if dtype == "bf16" else OF_ROUNDING
-    for seen in run_fresh_ranks(_collectives, 2, zero, dtype):
-        in_backward, in_step = ([0, 0], 1) if zero == 1 else ([1, 1], 0)
+    for seen in run_fresh_ranks(_collectives, 2, dtype):
         # partitions are padded to the alignment of collectives, which these tiny weights feel
-        assert [round(each) for each in seen["backward"]] == in_backward
-        assert round(seen["step"]) == in_step
+        assert (seen["backward"], round(seen["step"])) == (0, 1)
         assert seen["norm"] == pytest.approx(_norm([(1 + 2) / 2, 3], parts=2), rel=rounding)
-
-
-class _WithoutGradient(torch.autograd.Function):
-    """A product whose weight is an input of autograd, and gets no gradient in this backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        return weight @ x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
-        return None, None
-
-
-def _weight_without_gradient(rank: int) -> str:
-    engine = _engine(2)
-    part = engine.module.parts[1]
-    part.forward = lambda x: _WithoutGradient.apply(x, part.weight)
-    try:
-        _backward(engine, 1)
-    except AttributeError as error:
-        return str(error)
-    return ""
-
-
-def test_zero_2s_hooks_need_the_gradient_of_each_input_of_autograd() -> None:
-    """So a weight whose gradient is put off is no such input: megalite/parallel/deferred_weight_gradients.py."""
-    (said,) = run_fresh_ranks(_weight_without_gradient, 1)
-    assert "'NoneType' object has no attribute" in said, "fixed in DeepSpeed: weights may be inputs"
 
 
 def _second_step(rank: int, zero: int, is_offloaded: bool, is_cleared: bool) -> float:
@@ -181,9 +142,8 @@ def _second_step(rank: int, zero: int, is_offloaded: bool, is_cleared: bool) -> 
     return _stepped(engine)
 
 
-@pytest.mark.parametrize("zero", [1, 2])
-def test_zero_1_and_2_begin_each_step_at_zero(zero: int) -> None:
-    (norm,) = run_fresh_ranks(_second_step, 1, zero, False, False)
+def test_zero_1_begins_each_step_at_zero() -> None:
+    (norm,) = run_fresh_ranks(_second_step, 1, 1, False, False)
     assert norm == pytest.approx(_norm([4], parts=2), rel=OF_ROUNDING)
 
 
@@ -201,27 +161,9 @@ def test_offloaded_zero_2_adds_to_the_step_before_too() -> None:
     assert norm != pytest.approx(_norm([4], parts=2), rel=0.1), "fixed in DeepSpeed: more schedules can be offloaded"
 
 
-def test_zero_2_keeps_the_memory_of_large_gradients_only_where_it_offloads() -> None:
-    """With `overlap_comm` runtime/zero/stage_1_and_2.py sums a gradient that is larger than a bucket on a stream of its
-    own, where nothing tells the allocator of it, and drops it at once: megalite/config/rules/rules.py. CPUs have no
-    streams.
-    """
-    recorded = inspect.getsource(DeepSpeedZeroOptimizer._record_gradient_stream)
-    summed = inspect.getsource(DeepSpeedZeroOptimizer.average_tensor)
-    assert "stream = self.reduction_stream" in summed, "stage_1_and_2.py moved"
-    assert "if self._offload_gradient_safety_enabled and" in recorded, "fixed in DeepSpeed: no rule need refuse it"
-
-
-@dataclass
-class _ZeroOne:
-    """Observations of a step of ZeRO-1 on one rank."""
-
-    reduced: float  # how often all weights were
-    left: list[bool]  # whether backward left each parameter's gradient where autograd puts it
-    sums: set[float]  # numbers in BF16_Optimizer's sums behind the step, into which 7 was written before it
-
-
-def _zero_one(rank: int, dtype: str, is_taken_over: bool) -> _ZeroOne:
+def _zero_one(rank: int, dtype: str, is_taken_over: bool) -> tuple[float, list[bool], set[float]]:
+    """How often a step reduced all weights, whether backward left each gradient where autograd puts it, and the numbers
+    in BF16_Optimizer's sums behind the step, into which 7 was written before it."""
     engine, sizes = _engine(1, dtype), []
     optimizer = engine.optimizer
     if is_taken_over:
@@ -234,24 +176,24 @@ def _zero_one(rank: int, dtype: str, is_taken_over: bool) -> _ZeroOne:
     for flat in sums:
         flat.fill_(7.0)
     engine.step()
-    return _ZeroOne(_weights_in(sizes), left, {number for flat in sums for number in flat.unique().tolist()})
+    return _weights_in(sizes), left, {number for flat in sums for number in flat.unique().tolist()}
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_zero_1_leaves_gradients_to_who_takes_over_their_reduction(dtype: str) -> None:
     """It neither reduces them, nor adds them to sums of its own, nor writes zeros over these."""
-    for seen in run_fresh_ranks(_zero_one, 2, dtype, True):
-        assert not seen.reduced, "runtime/engine.py reduces in spite of `enable_backward_allreduce`"
-        assert seen.left == [True, True], "a hook of DeepSpeed's takes gradients"
-        assert seen.sums == ({7.0} if dtype == "bf16" else set()), "runtime/bf16_optimizer.py clears its sums elsewhere"
+    for reduced, left, sums in run_fresh_ranks(_zero_one, 2, dtype, True):
+        assert not reduced, "runtime/engine.py reduces in spite of `enable_backward_allreduce`"
+        assert left == [True, True], "a hook of DeepSpeed's takes gradients"
+        assert sums == ({7.0} if dtype == "bf16" else set()), "runtime/bf16_optimizer.py clears its sums elsewhere"
 
 
 def test_what_is_taken_from_zero_1_is_there() -> None:
     """Where one of these is gone, so may its part of `take_over_reduction`."""
-    for seen in run_fresh_ranks(_zero_one, 2, "bf16", False):
-        assert seen.reduced
-        assert seen.left == [False, False], "no hook takes gradients"
-        assert seen.sums == {0.0}, "`clear_hp_grads` is not called any more"
+    for reduced, left, sums in run_fresh_ranks(_zero_one, 2, "bf16", False):
+        assert reduced
+        assert left == [False, False], "no hook takes gradients"
+        assert sums == {0.0}, "`clear_hp_grads` is not called any more"
 
 
 def _geometry(rank: int, dtype: str) -> dict[str, Any]:

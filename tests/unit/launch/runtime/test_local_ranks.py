@@ -187,7 +187,7 @@ def test_compile_workers_share_cores(ranks: int, cores: int, workers: str, monke
     assert rank_environment(LaunchConfig(), ranks, on_gpu=True, cores=cores)[0][COMPILE_WORKERS] == workers
     monkeypatch.setenv(COMPILE_WORKERS, "7")
     given, told = rank_environment(LaunchConfig(), ranks, on_gpu=True, cores=cores)
-    assert COMPILE_WORKERS not in given and f"{COMPILE_WORKERS} as you set it" in told
+    assert COMPILE_WORKERS not in given and COMPILE_WORKERS in told
 
 
 def test_nccl_warns_of_nothing_in_an_ordinary_run(monkeypatch: pytest.MonkeyPatch) -> None:

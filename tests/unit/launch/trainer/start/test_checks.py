@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from launch.errors import LaunchError
+from launch.runtime.local_ranks import COMPILE_WORKERS
 from launch.trainer.local_run import finish_if_complete, print_dry_run
 from launch.trainer.start.checks import check_run, check_start, find_position
 from launch.trainer.start.flags import NO_FLAGS, StartFlags, split_flags
@@ -44,7 +45,7 @@ def test_threads_that_are_no_number_are_refused(
 ) -> None:
     """libgomp ignores them and gives every rank all cores, while the summary says what the user has set."""
     config = Config.model_validate(tiny)
-    for name in ("DS_ACCELERATOR", "GLIBC_TUNABLES"):  # which a fork server that this process has started may have set
+    for name in ("DS_ACCELERATOR", "GLIBC_TUNABLES", COMPILE_WORKERS):  # a fork server here may have set them
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", threads)
     with pytest.raises(LaunchError, match=f"^OMP_NUM_THREADS={threads} is no number of threads: set it to at least 1"):
