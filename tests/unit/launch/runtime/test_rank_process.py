@@ -24,7 +24,7 @@ from launch.runtime.rank_process import run_to_the_end
 reading, writing = os.pipe()
 first = os.getpid()
 rank = int(os.fork() == 0)
-os.close((reading, writing)[1 - rank])
+os.close((reading, writing)[rank])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=rank, world_size=2)
 if rank == 1:
     if os.read(reading, 1):  # nothing where rank 0 has ended
@@ -35,7 +35,7 @@ if rank == 1:
 
 
 class TakenApart:
-    def __del__(self, write=os.write, sleep=time.sleep):
+    def __del__(self, write=os.write, writing=writing, sleep=time.sleep):  # the names of a module go first
         write(writing, b"x")
         sleep(10)  # it is aborted long before
 
