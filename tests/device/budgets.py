@@ -50,9 +50,9 @@ STEPS = {
         499, event_syncs=2, waits=1, sections={"parallel": {"zero_stage": 2}, "precision": {"dtype": "fp16"}}
     ),
     "ZeRO-3": StepBudget(611, syncs=6, event_syncs=1, waits=203, sections={"parallel": {"zero_stage": 3}}),
-    "dropout": StepBudget(1802, event_syncs=2, waits=1, sections={"model": DROPOUT}),
+    "dropout": StepBudget(1542, event_syncs=2, waits=1, sections={"model": DROPOUT}),
     "dropout, recompute full": StepBudget(
-        3020, event_syncs=2, waits=1, sections={"model": DROPOUT, "recompute": {"mode": "full"}}
+        2526, event_syncs=2, waits=1, sections={"model": DROPOUT, "recompute": {"mode": "full"}}
     ),
     "Muon": StepBudget(555, event_syncs=2, waits=1, sections={"optimizer": {"name": "muon"}}),
     "SGD": StepBudget(460, event_syncs=2, waits=1, sections={"optimizer": {"name": "sgd"}}),
