@@ -39,7 +39,7 @@ from benchmarks.checkpoint.memory import peak
 from benchmarks.checkpoint.ranks import Turn, ranks_turns, together
 from benchmarks.harness import header, spread
 from launch.parity.forked_ranks import warm_up
-from launch.runtime.local_ranks import rank_environment
+from launch.runtime.local_ranks import rank_settings
 from megalite.config import LaunchConfig, resolve_layout
 
 if TYPE_CHECKING:
@@ -252,7 +252,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--layers", type=int, default=8)
     options = parser.parse_args()
-    warm_up(rank_environment(LaunchConfig(), 2, on_gpu=False)[0])
+    warm_up(rank_settings(LaunchConfig(), 2, on_gpu=False)[0])
     load, began = harness.Load(), time.monotonic()
     with tempfile.TemporaryDirectory(dir=RESULTS.parent, prefix=".initialize_") as temporary:
         root = Path(temporary)

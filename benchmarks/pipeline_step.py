@@ -76,10 +76,10 @@ class TreeRanks:
     """The ranks of one tree, which train when told to."""
 
     def __init__(self, tree: Path, case: TimedLayout) -> None:
-        from launch.runtime.local_ranks import free_port, rank_environment
+        from launch.runtime.local_ranks import free_port, rank_settings
         from megalite.config import LaunchConfig
 
-        shared = os.environ | rank_environment(LaunchConfig(), ranks=case.ranks, on_gpu=False)[0]
+        shared = os.environ | rank_settings(LaunchConfig(), ranks=case.ranks, on_gpu=False)[0]
         shared |= {"PYTHONPATH": str(tree), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
         shared |= {"WORLD_SIZE": str(case.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         command = [sys.executable, str(Path(__file__)), "--case", case.name]

@@ -86,10 +86,10 @@ def train_rank(dtype: str, rounds: int) -> list[Round]:
 
 def measure(dtype: str, rounds: int) -> list[Round]:
     """Rank 0's rounds of a run of two ranks, in the environment that `megalite train` gives them."""
-    from launch.runtime.local_ranks import free_port, rank_environment
+    from launch.runtime.local_ranks import free_port, rank_settings
     from megalite.config import LaunchConfig
 
-    shared = rank_environment(LaunchConfig(), ranks=RANKS, on_gpu=False)[0] | {"DS_ACCELERATOR": "cpu"}
+    shared = rank_settings(LaunchConfig(), ranks=RANKS, on_gpu=False)[0] | {"DS_ACCELERATOR": "cpu"}
     shared |= {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "rounds.json"

@@ -104,10 +104,10 @@ class Side:
 
 def launcher_environment(ranks: int = 1) -> dict[str, str]:
     """Returns the environment that `megalite train` sets for each of so many CPU ranks."""
-    from launch.runtime.local_ranks import rank_environment
+    from launch.runtime.local_ranks import rank_settings
     from megalite.config import LaunchConfig
 
-    return rank_environment(LaunchConfig(), ranks=ranks, on_gpu=False)[0]
+    return rank_settings(LaunchConfig(), ranks=ranks, on_gpu=False)[0]
 
 
 def serve(side: str, dtype: str, tree: Path) -> None:

@@ -1,4 +1,4 @@
-"""Suggests what was probably meant by a path that does not exist."""
+"""Suggests what was probably meant by a path that does not exist, of data or of any command."""
 
 from collections.abc import Collection
 from contextlib import suppress

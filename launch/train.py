@@ -37,7 +37,7 @@ from launch.errors import LaunchError
 from launch.runtime.console import Console, keep_output_after_hangup
 from launch.runtime.logs import configure_logging, get_logger
 from launch.runtime.processes import end_with_parent
-from launch.runtime.rank_environment import ATTEMPT, Rank, set_rank_variables, take_private_environment
+from launch.runtime.rank_environment import Rank, set_rank_variables, take_private_environment
 from launch.runtime.rank_process import choose_interface, is_unsupervised, run_to_the_end
 from launch.runtime.start_witness import witness
 from launch.runtime.startup_progress import StartupProgress
@@ -48,6 +48,7 @@ from launch.trainer.start.run_config import load_run_config
 from megalite.checkpoint.safe_files import forbid_writing_by_all
 from megalite.config import Config
 from megalite.config.user_folders import ensure_home
+from megalite.distributed.rank_admission import ATTEMPT
 from megalite.resilience.signals import take_signals
 from megalite.training.state import TrainingPreempted, TrainingStopped
 
@@ -67,19 +68,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = keep_output_after_hangup()
     take_signals()  # until training begins there is nothing to save
     end_with_parent()  # a launcher that is killed takes its ranks along; they save first
-    rank, code, exit_stack = None, 0, ExitStack()
+    rank, code, at_exit = None, 0, ExitStack()
     try:
         take_private_environment(os.environ)
         if (rank := set_rank_variables()) is None:
             raise LaunchError("launch.train is one rank of a run: start it with deepspeed or torchrun, or use megalite")
         config, flags = _load_config(list(sys.argv[1:] if arguments is None else arguments), rank, console)
         with StartupProgress(rank, PROCESS_START_TIME) as progress:
-            run(config, rank, exit_stack, progress, flags)
+            run(config, rank, at_exit, progress, flags)
     except Exception as error:
         if (failed := report_ending(error, rank)) is None:
             raise  # and the heartbeat is left stale, so that the supervisor notices
         code = failed
-    exit_stack.close()
+    at_exit.close()
     witness.end()
     return code
 
@@ -109,15 +110,15 @@ def _load_config(arguments: list[str], rank: Rank, console: Console) -> tuple[Co
 
 
 def run(
-    config: Config, rank: Rank, exit_stack: ExitStack, progress: StartupProgress, flags: StartFlags = NO_FLAGS
+    config: Config, rank: Rank, at_exit: ExitStack, progress: StartupProgress, flags: StartFlags = NO_FLAGS
 ) -> None:
     """Trains on this rank: builds mesh, data, model and engine, and runs the loop.
 
-    `exit_stack` is closed by the caller when the rank leaves as it should. Raises one of `ENDINGS`, or what the user
+    `at_exit` is closed by the caller when the rank leaves as it should. Raises one of `ENDINGS`, or what the user
     has to correct.
     """
     with ExitStack() as stack:
-        built = build_run(config, rank, flags, progress, stack, exit_stack)
+        built = build_run(config, rank, flags, progress, stack, at_exit)
         from megalite.training.loop import train
 
         try:

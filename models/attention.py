@@ -112,9 +112,6 @@ def _rotated_plainly(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin, others), dim=-1)
 
 
-Heads = tuple[Tensor, Tensor, Tensor]  # q, k, v
-
-
 class Attention(nn.Module):
     """Causal grouped-query attention; heads are cut over the ranks.
 
@@ -232,7 +229,7 @@ class Attention(nn.Module):
             context = self._attend_fused(q, k, v, inputs.mask)
         return context.transpose(1, 2).flatten(2).to(qkv.dtype)  # [batch, seq, heads * head_dim / tp]
 
-    def _heads(self, qkv: Tensor, inputs: AttentionInputs) -> Heads:
+    def _heads(self, qkv: Tensor, inputs: AttentionInputs) -> tuple[Tensor, Tensor, Tensor]:
         """Returns q, k, v `[batch, seq, heads/tp, head_dim]`, normalized and rotated."""
         sizes, cos, sin = (self.local_heads, self.local_kv_heads, self.local_kv_heads), inputs.cos, inputs.sin
         heads = qkv.unflatten(-1, (sum(sizes), self.head_dim))

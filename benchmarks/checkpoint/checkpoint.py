@@ -39,7 +39,7 @@ from benchmarks.checkpoint.memory import memory_table
 from benchmarks.checkpoint.ranks import Trainer, Turn, manifest, ranks_turns, settle, succeeded, together
 from benchmarks.harness import header, spread
 from launch.parity.forked_ranks import warm_up
-from launch.runtime.local_ranks import rank_environment
+from launch.runtime.local_ranks import rank_settings
 from megalite.config import LaunchConfig
 
 if TYPE_CHECKING:
@@ -274,7 +274,7 @@ def main() -> None:
     parser.add_argument("--part", choices=PARTS, help="this part only; the results file stays")
     parser.add_argument("--repetitions", type=int, default=9)
     options = parser.parse_args()
-    warm_up({"DS_ACCELERATOR": "cpu"} | rank_environment(LaunchConfig(), ranks=1, on_gpu=False)[0])
+    warm_up({"DS_ACCELERATOR": "cpu"} | rank_settings(LaunchConfig(), ranks=1, on_gpu=False)[0])
     text = harness.page(
         "What checkpoints cost",
         f"benchmarks.checkpoint.checkpoint --repetitions {options.repetitions}",

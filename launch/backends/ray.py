@@ -30,11 +30,11 @@ from launch.backends.ray_cluster import connect
 from launch.errors import FAILED_CODE, INTERRUPTED_CODE, PREEMPTED_CODE, STOPPED_CODE, USER_ERROR_CODE, LaunchError
 from launch.runtime.forwarded_environment import forwarded_environment
 from launch.runtime.import_path import CHECKOUT, import_variables
-from launch.runtime.local_ranks import free_port, rank_environment
+from launch.runtime.local_ranks import free_port, rank_settings
 from launch.runtime.logs import get_logger
 from launch.runtime.printing import say
 from launch.runtime.processes import ProcessTree, StopSignals
-from launch.runtime.rank_environment import ATTEMPT, PRIVATE, take_private_environment
+from launch.runtime.rank_environment import PRIVATE, take_private_environment
 from launch.runtime.started_modules import RANK, REAPER, python_command
 from launch.supervision.supervisor import REAPER_S, AttemptEnd, CommandSupervisor, Policy, describe
 from launch.trainer.start.flags import split_flags
@@ -42,7 +42,7 @@ from launch.trainer.start.run_config import load_run_config
 from launch.trainer.start.run_folder import lock_run_folder, make_run_folder
 from megalite.checkpoint.safe_files import UnsafeFile, check_file_is_safe, make_folder, write_small_file
 from megalite.config import Config
-from megalite.distributed.rank_admission import SECRET, new_secret
+from megalite.distributed.rank_admission import ATTEMPT, SECRET, new_secret
 from megalite.resilience.signals import STOP_SIGNALS
 
 log = get_logger("launch.backends.ray")  # this module also runs as __main__
@@ -186,7 +186,7 @@ def run_rank(settings: dict[str, Any]) -> None:
     sees_one = job.gpus and "," not in os.environ.get("CUDA_VISIBLE_DEVICES", ",")
     os.chdir(job.folder)
     config = load_run_config(Path(job.arguments[0]), split_flags(job.arguments[1:])[1])
-    defaults, _ = rank_environment(config.launch, local_size, bool(job.gpus))
+    defaults, _ = rank_settings(config.launch, local_size, bool(job.gpus))
     environment = {
         **os.environ,
         **defaults,

@@ -17,7 +17,7 @@ from typing import Literal
 from launch.errors import INTERRUPTED_CODE, PREEMPTED_CODE
 from launch.runtime.import_path import CHECKOUT
 from launch.runtime.rank_environment import VARIABLES
-from launch.runtime.slurm_step import FIRST_PORT, PORTS
+from launch.runtime.slurm_rendezvous import FIRST_PORT, PORTS
 from launch.runtime.started_modules import COMMAND_LINE, RANK, TORCHRUN, python_command
 
 SCRIPT = Path(__file__).with_name("slurm_job.sh")

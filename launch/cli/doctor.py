@@ -52,8 +52,8 @@ def doctor(
 
     Example: `megalite doctor --hostfile hosts configs/quickstart.yaml`, and for this machine `megalite doctor`
     """
-    from launch.cluster.doctor.bandwidth import measure
     from launch.cluster.doctor.findings import Settings
+    from launch.cluster.doctor.link_bandwidth import measure
     from launch.cluster.doctor.preflight import preflight
     from launch.cluster.doctor.this_machine import examine_this_machine
     from launch.cluster.ssh.connection import connect_all

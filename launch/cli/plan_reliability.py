@@ -26,7 +26,7 @@ from megalite.planner.cost.checkpoints import (
     megalite_bytes_per_parameter,
 )
 from megalite.planner.cost.stage_parameters import parameters as parameters_of
-from megalite.planner.failure_rates import DEFAULT_RATE, LLAMA_3, Components, nodes_of
+from megalite.planner.failure_rates import DEFAULT_RATE, LLAMA_3, Components, whole_nodes
 from megalite.planner.forecast import reliability_of
 from megalite.planner.reliability.goodput_model import Reliability, at_scale
 from megalite.units import short
@@ -204,7 +204,7 @@ def parse_gpus(text: str, gpus_per_node: int) -> list[int]:
         found.append(number(part))
     for count in found:
         try:
-            nodes_of(count, gpus_per_node)
+            whole_nodes(count, gpus_per_node)
         except ConfigError as error:
             raise LaunchError(f"--gpus {text}: {error}") from None
     return sorted(set(found))

@@ -15,7 +15,7 @@ from launch.planning.prediction_by_size import PlannedRun, planned_run
 from launch.planning.tables.simulation import Simulated
 from megalite.config import Config, ConfigError
 from megalite.planner.cost.checkpoints import Save, planned_interval_s
-from megalite.planner.failure_rates import DEFAULT_RATE, PUBLISHED_BAND, nodes_of
+from megalite.planner.failure_rates import DEFAULT_RATE, PUBLISHED_BAND, whole_nodes
 from megalite.planner.reliability.run_simulation import DAY_S, SimulatedJob, simulate, summarise
 
 LONG = 200_000  # failures, which take about 2 seconds to simulate: from here on progress is shown
@@ -101,7 +101,7 @@ def _job(options: SimulateOptions, config: Config | None) -> tuple[SimulatedJob,
     if options.repair_hours is not None and options.spare_nodes is None:
         raise LaunchError(f"--repair-hours {options.repair_hours:g} is for a number of spare nodes: add --spare-nodes")
     try:
-        nodes = nodes_of(gpus, per_node)
+        nodes = whole_nodes(gpus, per_node)
     except ConfigError as error:
         raise LaunchError(f"--gpus {gpus}: {error}") from None
     if config is None and accelerator is not None:

@@ -95,7 +95,7 @@ def slurm(
     Example: `megalite slurm configs/quickstart.yaml -N 4 --gpus-per-node 8 --time 24:00:00 --submit`
     """
     from launch.prediction.auto_layout import format_sizes
-    from launch.runtime.local_ranks import rank_environment
+    from launch.runtime.local_ranks import rank_settings
 
     flags = StartFlags(force, allow_change, shared_run_dir)
     config = load_checked_config(config_path, overrides)
@@ -117,7 +117,7 @@ def slurm(
         )
     if gpus and cpus_per_task is None:
         notices.append("without --cpus-per-task most clusters give each rank one core: give it a share of the host's")
-    environment, _ = rank_environment(config.launch, ranks, gpus > 0, cores=ranks * (cpus_per_task or 1))
+    environment, _ = rank_settings(config.launch, ranks, gpus > 0, cores=ranks * (cpus_per_task or 1))
     requests = {"time": time, "partition": partition, "account": account, "qos": qos}
     for option, value in {**requests, "job-name": job_name}.items():
         if value is not None and (not value or re.search(r"\s", value)):

@@ -50,10 +50,10 @@ from launch.runtime.devices import Device
 from launch.runtime.forwarded_environment import environment_notices, forwarded_environment, user_environment_files
 from launch.runtime.hostfile import Host
 from launch.runtime.import_path import import_variables
-from launch.runtime.local_ranks import rank_environment
+from launch.runtime.local_ranks import rank_settings
 from launch.runtime.logs import get_logger
 from launch.runtime.processes import StopSignals
-from launch.runtime.rank_environment import ATTEMPT, PRIVATE
+from launch.runtime.rank_environment import PRIVATE
 from launch.runtime.run_lock import is_locked, lock_holder
 from launch.runtime.start_witness import FIRST_CODE
 from launch.supervision.liveness import HeartbeatMonitor
@@ -63,7 +63,7 @@ from launch.trainer.start.run_folder import make_run_folder
 from megalite.checkpoint.safe_files import make_folder
 from megalite.config import Config, ConfigError
 from megalite.config.rules.known_bad import check_known_bad, installed_versions
-from megalite.distributed.rank_admission import SECRET, new_secret
+from megalite.distributed.rank_admission import ATTEMPT, SECRET, new_secret
 from megalite.planner.search import Ranks, first_legal
 from megalite.resilience.signals import exit_code_for
 
@@ -203,7 +203,7 @@ class HostsSupervisor(Supervisor):
     def _check_memory(self, config: Config, choice: Choice, report: PreflightReport, *, is_short: bool) -> None:
         """Raises LaunchError where the run cannot fit; NotEnoughHosts where hosts are missing that may come back."""
         shown, private = forwarded_environment(os.environ, user_environment_files(os.environ))
-        own, _ = rank_environment(config.launch, max(host.slots for host in choice.hosts), report.device == "cuda")
+        own, _ = rank_settings(config.launch, max(host.slots for host in choice.hosts), report.device == "cuda")
         try:
             check_memory_of_hosts(config, choice, report.facts, report.device, own | shown | private)
         except LaunchError as error:
@@ -325,7 +325,7 @@ class HostsSupervisor(Supervisor):
         """Writes the files of the launcher and returns its command line; `shown` are variables that all may see."""
         options, hosts, (address, port) = self._options, assignment.hosts, assignment.master
         ranks = max(host.slots for host in hosts)
-        own, _ = rank_environment(self._config.launch, ranks, assignment.device == "cuda", cores=assignment.cores)
+        own, _ = rank_settings(self._config.launch, ranks, assignment.device == "cuda", cores=assignment.cores)
         if options.launcher != "pdsh":  # MPI and srun set only rank numbers, and mpirun makes a terminal
             shown = shown | {"MASTER_ADDR": address, "MASTER_PORT": str(port), "TTY_COMPATIBLE": "0"}
         make_run_folder(self._run_dir, shared=options.flags.shared_run_dir)

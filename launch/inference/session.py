@@ -23,7 +23,7 @@ from launch.inference.command_options import ModelPlacement
 from launch.inference.stored_model import StoredModel, open_stored
 from launch.output import FIRST_WORD_S, spinner
 from launch.runtime.devices import gpu_count
-from launch.runtime.local_ranks import rank_environment, start_local_ranks
+from launch.runtime.local_ranks import rank_settings, start_local_ranks
 from launch.runtime.printing import say
 from launch.runtime.processes import end_with_parent
 from launch.runtime.rank_environment import set_rank_variables
@@ -110,7 +110,7 @@ def run_here_or_on_ranks(
     if loaded is not None:
         work(options, loaded)
         return 0
-    environment, description = rank_environment(LaunchConfig(), size, place.device == "cuda")
+    environment, description = rank_settings(LaunchConfig(), size, place.device == "cuda")
     say(f"megalite: starting {size} ranks on {place.device} ({description})", file=sys.stderr, flush=True)
     with NamedTemporaryFile("w", suffix=".json") as file:  # command-line arguments are limited to 128 KB
         json.dump(asdict(replace(options, place=place)), file)

@@ -17,7 +17,7 @@ from launch.conversion.huggingface.checkpoint_tokenizer import KEPT
 from launch.errors import LaunchError
 from launch.inspection.data_plan import PositionedData, data_of
 from launch.inspection.run_files import CONFIG, check_is_run
-from launch.trainer.data.run_mix import MixHistory
+from launch.trainer.data.run_mix import DataPosition
 from launch.trainer.start.run_config import load_run_config
 from megalite.checkpoint.huggingface.tokenizer_folder import TOKENIZER
 from megalite.monitor.sinks.jsonl import METRICS, stream_records
@@ -122,7 +122,7 @@ class AuditedRun:
         steps = iter([*self.done, StepSamples(-1, last.stop, stop, "to come")])
         current, found = next(steps), []
         before = StepSamples(0, 0, 0, "read")
-        at_last = MixHistory(last.step, config.batches.tokens_after(last.step), last.stop)
+        at_last = DataPosition(last.step, config.batches.tokens_after(last.step), last.stop)
         for reading in readings_of(self.data.samples, prefix, document, stop):
             while reading.k >= current.stop:
                 before, current = current, next(steps)

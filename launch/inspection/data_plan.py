@@ -14,7 +14,7 @@ from launch.output import Table
 from launch.runtime.logs import get_logger
 from launch.trainer.data.opening import open_training
 from launch.trainer.data.remote_data import find_or_fetch_copies, with_copies
-from launch.trainer.data.run_mix import NEW_RUN, MixHistory, check_past, mixed
+from launch.trainer.data.run_mix import NEW_RUN, DataPosition, check_past, mixed
 from launch.trainer.data.run_stages import check_past_batches
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.manifest import Manifest, find_latest, read_manifest, step_folders
@@ -31,7 +31,7 @@ class PositionedData:
 
     config: Config  # counts its length from the position, and names copies in place of URLs
     samples: MixedSamples
-    followed: MixHistory
+    followed: DataPosition
     manifest: Manifest | None  # of the newest checkpoint
     places: Mapping[str, str]  # prefix of the copy of each URL
 
@@ -86,7 +86,7 @@ def data_of(config: Config, checkpoints: Path) -> PositionedData:
     for reason in skipped:
         log.warning(f"passed over: {reason}; taking {own} instead")
     manifest = read_manifest(own)
-    followed = MixHistory.of(manifest.state)
+    followed = DataPosition.of(manifest.state)
     check_past_batches(manifest, config, own, "choose another run_dir")
     if isinstance(training, MixedSamples):
         training = mixed(config, training.sources, followed)

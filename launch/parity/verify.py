@@ -22,7 +22,7 @@ from launch.parity.layout import ParityLayout, auto_layouts, layout_of, micro_ba
 from launch.parity.observations import COPIES, FIRST_STEP, NEAR_CHOICES, ArrayBlock, Observations, assemble
 from launch.parity.problem import FP16_SCALE_POWER, Dtype, ParityProblem, Training, make_problem
 from launch.runtime.devices import Device, gpu_count
-from launch.runtime.local_ranks import rank_environment
+from launch.runtime.local_ranks import rank_settings
 from megalite.config import Config, ConfigError, resolve_layout, wanted_world_size
 from megalite.config.auto import PLACEHOLDERS
 from megalite.config.batch_stages import shapes_of
@@ -144,7 +144,7 @@ def _legal(problem: ParityProblem, wanted: Sequence[ParityLayout]) -> tuple[tupl
 def verify(plan: Plan) -> ParityReport:
     """Runs the plan; prints progress to stderr, of what takes long every 10 s."""
     started = time.monotonic()
-    environment, _ = rank_environment(
+    environment, _ = rank_settings(
         plan.problem.config.launch, max(layout.world_size for layout in plan.layouts), plan.device == "cuda"
     )
     # looking for GPUs must not initialize CUDA in the fork server, which could not fork afterwards

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from launch.errors import LaunchError
 from launch.output import progress_lines
-from launch.prediction.cluster import nodes_of
+from launch.prediction.cluster import cluster_of_nodes
 from megalite.config import Config, resolve_layout
 from megalite.config.suggestions import multiples_near
 from megalite.planner.cost.checkpoints import Save
@@ -122,7 +122,7 @@ def predicted_runs(
 def counts_by(config: Config, accelerator: str, gpus_per_node: int, seconds: float) -> list[int]:
     """Returns numbers of GPUs of which the least could finish the run in so many seconds if they did nothing but its
     products at their usual speed, and the largest has three times as many."""
-    one = nodes_of(accelerator, 1, gpus_per_node, "as counted")
+    one = cluster_of_nodes(accelerator, 1, gpus_per_node, "as counted")
     flops = 6.0 * parameters(config.model) * config.batches.tokens_after(config.total_steps)
     if (experts := config.model.num_experts) is not None:
         flops *= config.model.num_experts_per_tok / experts  # nearly all weights are the experts'
@@ -163,7 +163,7 @@ def step_on(config: Config, accelerator: str, gpus: int, gpus_per_node: int) -> 
     auto, the replicas share `training.global_batch_size`. Raises LaunchError or ConfigError where the config cannot run
     on that number, and `NothingFits` where the layout is `auto` and none fits.
     """
-    cluster = nodes_of(accelerator, gpus // gpus_per_node, gpus_per_node, "as counted")
+    cluster = cluster_of_nodes(accelerator, gpus // gpus_per_node, gpus_per_node, "as counted")
     if config.unresolved_options:
         result = search(config, cluster, free=config.unresolved_options)
         if result.best is None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from launch.errors import USER_ERRORS, LaunchError
-from launch.prediction.cluster import nodes_of, search_here, shares
+from launch.prediction.cluster import cluster_of_nodes, search_here, shares
 from launch.prediction.device_facts import RankDevice, bytes_for_each, most_demanding_allocator, ranks_of_hosts
 from launch.prediction.hardware_catalogue import known_hardware
 from launch.prediction.this_machine import MeasurementLimits, describe_machine, gpu_in_catalogue, start_patience_s
@@ -86,7 +86,7 @@ def hosts_cluster(
             "it as docs/planner.md says, or state the layout"
         )
     # a step takes as long as the slowest of them, and must fit the smallest
-    clusters = [nodes_of(name, nodes, per_node, "hosts") for name in kinds]
+    clusters = [cluster_of_nodes(name, nodes, per_node, "hosts") for name in kinds]
     slowest = min(clusters, key=lambda one: one.accelerator.fastest_tflops * one.accelerator.efficiency)
     return slowest.with_figures(memory_gib=min(one.accelerator.memory_gib for one in clusters))
 

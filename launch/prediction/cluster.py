@@ -45,7 +45,7 @@ def cluster_at(
                 f"hostfile {hostfile}: {most.name} has {most.slots} slots and {fewest.name} {fewest.slots}, but a plan "
                 f"is for nodes that are alike: use {fewest.slots} slots of each, or only the hosts with {most.slots}"
             )
-        return nodes_of(_kind(accelerator), len(hosts), most.slots, hostfile.name)
+        return cluster_of_nodes(_kind(accelerator), len(hosts), most.slots, hostfile.name)
     if gpus is not None:
         size = gpus_per_node or min(gpus, 8)
         if gpus % size:
@@ -54,11 +54,11 @@ def cluster_at(
                 f"--gpus {gpus} is not a multiple of the {size} of a node{usual}: use {multiples_near(gpus, size)}, or "
                 "another --gpus-per-node"
             )
-        return nodes_of(_kind(accelerator), gpus // size, size, "as counted")
+        return cluster_of_nodes(_kind(accelerator), gpus // size, size, "as counted")
     return None
 
 
-def nodes_of(accelerator: str, nodes: int, per_node: int, name: str) -> Cluster:
+def cluster_of_nodes(accelerator: str, nodes: int, per_node: int, name: str) -> Cluster:
     """A cluster of an accelerator in the catalogue."""
     described = ClusterFile(accelerator=accelerator, nodes=nodes, accelerators_per_node=per_node)
     return cluster_of(described, name, known_hardware())

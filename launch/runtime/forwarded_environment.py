@@ -14,9 +14,10 @@ from pathlib import Path
 from launch.errors import LaunchError
 from launch.runtime.import_path import PYTHON_PATH, SAFE_PATH, import_variables
 from launch.runtime.processes import TREES
-from launch.runtime.rank_environment import ATTEMPT, LOCAL_SIZES, VARIABLES
+from launch.runtime.rank_environment import LOCAL_SIZES, VARIABLES
 from launch.runtime.shown_variables import AT_START, SHOWN
 from megalite.config.loading.secrets_in_text import names_secret, secret_in
+from megalite.distributed.rank_admission import ATTEMPT
 
 USER_IN_ADDRESS = re.compile(r"://[^/]*@")  # of some services a user's name is a token
 

@@ -34,7 +34,7 @@ LEFT_RANKS_S = 30.0  # for the other ranks when one has failed: they may still e
 OUT_OF_MEMORY = ", which the kernel sends when memory runs out: `dmesg` says whether it did"
 
 
-def rank_environment(
+def rank_settings(
     options: LaunchConfig, ranks: int, on_gpu: bool, cores: int | None = None
 ) -> tuple[dict[str, str], str]:
     """Returns the variables to set for each rank, without those the user has set, and a sentence that explains them.

@@ -16,11 +16,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launch.errors import LaunchError
-from launch.runtime import slurm_step
+from launch.runtime import slurm_rendezvous
 from launch.runtime.devices import gpu_count
 from launch.runtime.local_ranks import free_port
 from megalite.checkpoint.safe_files import UnsafeFile, read_small_file
-from megalite.distributed.rank_admission import ATTEMPT as ATTEMPT
 
 Environment = Mapping[str, str]
 Reader = Callable[[Environment], "Rank | None"]
@@ -174,14 +173,14 @@ def _from_open_mpi(environment: Environment) -> Rank | None:
     rank, local_rank, size, local_size = _all(environment, "Open MPI", names)
     job = environment.get("PMIX_NAMESPACE") or environment.get("OMPI_MCA_ess_base_jobid", "")
     is_local = local_size == size
-    master = ("127.0.0.1", slurm_step.port_of(zlib.crc32(job.encode()))) if is_local else NOWHERE
+    master = ("127.0.0.1", slurm_rendezvous.port_of(zlib.crc32(job.encode()))) if is_local else NOWHERE
     return Rank(rank, local_rank, size, "Open MPI", not is_local, master)
 
 
 def _from_pmi(environment: Environment) -> Rank | None:
     """Reads MPICH's hydra and Intel MPI. `srun --mpi=pmi2` also sets PMI_RANK, but none of the local-rank variables."""
     local = next((name for name in (*MPI_LOCAL_RANKS, "LOCAL_RANK") if name in environment), None)
-    if "PMI_RANK" not in environment or (local in (None, "LOCAL_RANK") and slurm_step.is_step(environment)):
+    if "PMI_RANK" not in environment or (local in (None, "LOCAL_RANK") and slurm_rendezvous.is_step(environment)):
         return None
     rank, size = _all(environment, "MPI", ["PMI_RANK", "PMI_SIZE"])
     if local is None and size > 1:
@@ -194,13 +193,13 @@ def _from_pmi(environment: Environment) -> Rank | None:
 
 
 def _from_slurm(environment: Environment) -> Rank | None:
-    if not slurm_step.is_step(environment):
+    if not slurm_rendezvous.is_step(environment):
         return None
     names = ["SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "SLURM_JOB_ID"]
     rank, local_rank, size, hosts, _ = _all(environment, "Slurm", names)
     if environment.get("CUDA_VISIBLE_DEVICES") and "," not in environment["CUDA_VISIBLE_DEVICES"]:
         local_rank = 0  # a task bound to one GPU sees only that
-    return Rank(rank, local_rank, size, "Slurm", hosts > 1, slurm_step.master(environment))
+    return Rank(rank, local_rank, size, "Slurm", hosts > 1, slurm_rendezvous.master(environment))
 
 
 def _from_pmix(environment: Environment) -> Rank | None:

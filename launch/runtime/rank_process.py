@@ -16,9 +16,9 @@ import psutil
 
 from launch.errors import LaunchError
 from launch.runtime.printing import print_exception, say
-from launch.runtime.rank_environment import ATTEMPT, Rank
+from launch.runtime.rank_environment import Rank
 from launch.runtime.start_witness import witness
-from megalite.distributed.rank_admission import is_loopback_address, is_served, use_loopback
+from megalite.distributed.rank_admission import ATTEMPT, is_loopback_address, is_served, use_loopback
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
 DISTANT_ADDRESS = "192.0.2.1"  # reserved for documentation: its route is that to any distant host

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from launch.runtime import slurm_step
+from launch.runtime import slurm_rendezvous
 from launch.runtime.printing import say
 from launch.runtime.started_modules import START_WITNESS, python_command
 from megalite.distributed.rank_admission import FOLDER, is_loopback_address
@@ -133,7 +133,7 @@ class StartWitness:
 
 def _may_be_missed(environment: Mapping[str, str]) -> bool:
     """Returns whether other hosts may wait for this rank when it has failed, and nobody starts it again."""
-    step_size = environment.get("SLURM_STEP_NUM_TASKS", "1") if slurm_step.is_step(environment) else "1"
+    step_size = environment.get("SLURM_STEP_NUM_TASKS", "1") if slurm_rendezvous.is_step(environment) else "1"
     size = next((environment[name] for name in SIZES if name in environment), step_size)
     local_size = next((environment[name] for name in LOCAL_SIZES if name in environment), "")
     is_here = is_loopback_address(environment.get("MASTER_ADDR", ""))  # where no other host reaches rank 0
@@ -174,7 +174,7 @@ def _tell(failure: dict[str, Any]) -> None:
         take_private_environment(os.environ)  # as the rank, which may have failed before
         set_rank_variables()
     except Exception:  # a package is missing; launchers other than Slurm have set what torch reads
-        slurm_step.set_variables(os.environ)
+        slurm_rendezvous.set_variables(os.environ)
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         return
     from megalite.distributed.start_failures import StartFailure, note_failure

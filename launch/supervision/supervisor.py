@@ -36,13 +36,13 @@ from launch.output import check_local
 from launch.runtime.import_path import PYTHON_PATH, SAFE_PATH
 from launch.runtime.logs import get_logger
 from launch.runtime.processes import ProcessTree, StopRequest, StopSignals, wait_for
-from launch.runtime.rank_environment import ATTEMPT
 from launch.runtime.started_modules import REAPER, python_command
 from launch.supervision.liveness import HeartbeatMonitor
 from launch.supervision.run_progress import RunProgress, run_exit_code
 from launch.trainer.start.run_config import load_run_config
 from megalite.checkpoint.safe_files import read_end
 from megalite.config import Config
+from megalite.distributed.rank_admission import ATTEMPT
 from megalite.monitor.line_files import append_line
 from megalite.monitor.observer import Nonfatal
 from megalite.monitor.progress import format_continuation

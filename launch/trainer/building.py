@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from launch.errors import HUNG_CODE
 from launch.runtime.logs import get_logger
-from launch.runtime.rank_environment import ATTEMPT, Rank
+from launch.runtime.rank_environment import Rank
 from launch.runtime.rank_process import be_deterministic
 from launch.runtime.run_lock import LOCK
 from launch.runtime.startup_progress import StartupProgress
@@ -20,7 +20,7 @@ from launch.trainer.attention_summary import format_attention
 from launch.trainer.checkpoint_hooks import CheckpointHooks, manifest_maker
 from launch.trainer.data.host_copies import copy_to_all_hosts
 from launch.trainer.data.opening import evaluation_batches, evaluation_targets, open_data, training_batches
-from launch.trainer.data.run_mix import MixHistory
+from launch.trainer.data.run_mix import DataPosition
 from launch.trainer.endings import ENDINGS
 from launch.trainer.prediction_tracker import PredictionTracker, look_up_machine, memory_of_ranks
 from launch.trainer.run_logger import RunLogger
@@ -35,6 +35,7 @@ from megalite.checkpoint.fence import fence
 from megalite.config import Config, resolve_layout
 from megalite.config.layout import unchecked_layout
 from megalite.config.rules.known_bad import check_known_bad, installed_versions
+from megalite.distributed.rank_admission import ATTEMPT
 from megalite.monitor.events import EVENTS, EventLog
 from megalite.planner.cost.stage_parameters import recompute_of_blocks
 from megalite.resilience.heartbeat import Heartbeat
@@ -179,7 +180,7 @@ def _context(
     def batches(state: TrainState) -> Iterator[Any]:
         if not engine.needs_data:
             return itertools.repeat([])
-        return training_batches(data, config, layout, replica, MixHistory.of(state.model_dump()))
+        return training_batches(data, config, layout, replica, DataPosition.of(state.model_dump()))
 
     checkpoints = Checkpoints(
         engine,

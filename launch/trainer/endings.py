@@ -15,7 +15,7 @@ from launch.errors import (
     sentences_of,
 )
 from launch.runtime.logs import get_logger
-from launch.runtime.rank_environment import ATTEMPT, Rank
+from launch.runtime.rank_environment import Rank
 from launch.runtime.rank_process import log_once
 from launch.runtime.start_witness import witness
 from launch.trainer.start.joining import leave_together, lost_rank
@@ -23,6 +23,7 @@ from launch.trainer.start.run_folder import RunFolderInUse
 from megalite.checkpoint.durable_files import NO_ROOM
 from megalite.checkpoint.errors import StorageError
 from megalite.distributed.errors import MessageRefused, RendezvousFailed
+from megalite.distributed.rank_admission import ATTEMPT
 from megalite.training.state import SaveFailed, TrainingInterrupted, TrainingPreempted, TrainingStopped
 
 log = get_logger(__name__)

@@ -23,7 +23,6 @@ from launch.runtime.devices import gpu_names
 from launch.runtime.local_ranks import start_local_ranks
 from launch.runtime.logs import get_logger
 from launch.runtime.printing import print_result, say
-from launch.runtime.rank_environment import ATTEMPT
 from launch.trainer.checkpoint_hooks import open_mirror, wait_for_mirror
 from launch.trainer.run_summary import (
     prediction_facts,
@@ -45,6 +44,7 @@ from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.manifest import find_latest, read_manifest
 from megalite.checkpoint.retention import clean_up
 from megalite.config import Config
+from megalite.distributed.rank_admission import ATTEMPT
 from megalite.monitor.events import EVENTS, EventLog, EventName
 from megalite.monitor.progress import format_continuation
 from megalite.parallel.mesh import Mesh
@@ -175,7 +175,7 @@ def print_dry_run(config: Config, flags: StartFlags = NO_FLAGS, *, full: bool = 
         print_result(run.config.to_yaml())
         layout_table(layout_rows(run.config, layout), layout).print()
     warn_of_passed_over(position.start)
-    print_lines([*summary_lines(facts), *prediction_lines(facts, predicted)])
+    print_lines([*summary_lines(facts), *prediction_lines(predicted)])
     for notice in (*run.notices, *layout.notices, *position.data.notices, *position.start.notices):
         log.info(notice)
     long_step = warning_of_long_step(predicted["step_s"] or 0.0, run.config.training.global_batch_size)

@@ -40,13 +40,13 @@ class RunLogger(Observer):
     An observer that raises is counted and reported; training goes on. The list is empty on ranks other than 0.
     """
 
-    def __init__(self, setup: RunSetup, prediction: PredictionTracker, *others: Observer) -> None:
-        """`others` are told first, and on ranks above 0 alone."""
-        self._others, self._setup, self._config, self.prediction = others, setup, setup.config, prediction
+    def __init__(self, setup: RunSetup, prediction: PredictionTracker, progress: Observer) -> None:
+        """`progress` is told first, and on ranks above 0 alone."""
+        self._progress, self._setup, self._config, self.prediction = progress, setup, setup.config, prediction
         self._is_rank_zero = setup.rank.rank == 0
         self._nonfatal = Nonfatal(self.log_warning if self._is_rank_zero else log.warning)
         self._events = EventLog(self._config.run_dir / EVENTS)
-        self._observers: list[Observer] = list(others)
+        self._observers: list[Observer] = [progress]
         self._length_is_told = False
         self.outcome: dict[str, Any] = {"finished": False}
 
@@ -78,7 +78,7 @@ class RunLogger(Observer):
         page = [RunPageProcess(config.run_dir)] if config.monitor.report else []
         training = setup.data.training  # the order in which fields stand in a record
         of_sources = [SourceProgress(training, config.total_steps)] if isinstance(training, MixedSamples) else []
-        self._observers = [*self._others, *of_sources, self._goodput, self.prediction, *exporters, *self._sinks, *page]
+        self._observers = [self._progress, *of_sources, self._goodput, self.prediction, *exporters, *self._sinks, *page]
         missing = format_steps_without_record(self._goodput.without_record)
         for notice in (*setup.layout.notices, *setup.data.notices, *setup.start.notices, *missing):
             self.log_notice(notice)

@@ -203,8 +203,8 @@ def print_lines(lines: Lines) -> None:
         say(f"{label:<9} {text}")
 
 
-def prediction_lines(facts: Facts, predicted: Facts) -> Lines:
-    """Returns what is predicted for the run of `facts`."""
+def prediction_lines(predicted: Facts) -> Lines:
+    """Returns what is predicted for a run."""
     sizes = [gib(size) for size in predicted["memory_per_rank_bytes"]]
     memory, fullest = predicted["memory"], max(predicted["memory_per_rank_bytes"])
     text = f"{sizes[0]} on each rank" if len(set(sizes)) == 1 else f"up to {gib(fullest)} on a rank"

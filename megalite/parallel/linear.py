@@ -32,7 +32,7 @@ from megalite.parallel.gradient_accumulation_fusion import SumsGradients
 from megalite.parallel.shard import Initializer, Shard
 
 ONE_RANK = TensorParallel()
-Put = Callable[[nn.Parameter, Tensor, Tensor], None]  # `weight_gradients.WeightGradientQueue.put`
+Put = Callable[[nn.Parameter, Tensor, Tensor], None]  # `deferred_weight_gradients.WeightGradientQueue.put`
 
 
 def sharded_parameter(shard: Shard) -> nn.Parameter:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.parallel.collectives import TensorParallel, all_reduce, replicated_parameter
-from megalite.parallel.linear import Recomputable, replicated_weight, sharded_parameter
+from megalite.parallel.linear import ONE_RANK, Recomputable, replicated_weight, sharded_parameter
 from megalite.parallel.shard import Initializer, Shard
 
 
@@ -79,9 +79,6 @@ class FullWidthRMSNorm(nn.Module):
         return _RMSNorm.apply(x, self.weight, self.eps, 0.0, self.features, self.tp)
 
 
-WHOLE = TensorParallel()
-
-
 class _RMSNorm(torch.autograd.Function):
     """`x / rms(x) * (center + weight)` in fp32 at least; keeps its input and one number per token.
 
@@ -90,7 +87,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, eps: float, center: float, size: int, cut: TensorParallel = WHOLE
+        ctx: Any, x: Tensor, weight: Tensor, eps: float, center: float, size: int, cut: TensorParallel = ONE_RANK
     ) -> Tensor:
         wide = _widened(x)
         square_sum = all_reduce(torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_(), cut)

@@ -71,7 +71,7 @@ LLAMA_3 = Components(
     gpu_mttf_hours=LLAMA_3_GPU_HOURS / 268,
     nic_mttf_hours=LLAMA_3_GPU_HOURS / 7,
     psu_mttf_hours=math.inf,
-    node_mttf_hours=LLAMA_3_GPU_HOURS / 8 / 144,
+    node_mttf_hours=LLAMA_3_GPU_HOURS / GPUS_PER_NODE / 144,
 )
 
 
@@ -85,9 +85,9 @@ class Observation:
     source: str
 
 
-def rate_of_count(failures: float, gpus: int, days: float, gpus_per_node: int = GPUS_PER_NODE) -> float:
+def rate_of_count(failures: float, gpus: int, days: float) -> float:
     """Returns the rate per 1,000 node-days."""
-    return 1000 * failures / (gpus / gpus_per_node * days)
+    return 1000 * failures / (gpus / GPUS_PER_NODE * days)
 
 
 def rate_of_mtbf(mtbf_hours: float, gpus: int, gpus_per_node: int = GPUS_PER_NODE) -> float:
@@ -113,8 +113,9 @@ OBSERVATIONS = tuple(
 MISFITS = (
     "Not every published figure fits one rate: RSC-1's measured mean of 7.9 h at 1,024 GPUs implies about "
     f"{rate_of_mtbf(7.9, 1024):.0f} per 1,000 node-days and that of its 8-GPU jobs, 47.7 days, about "
-    f"{rate_of_mtbf(47.7 * 24, 8):.0f}, where the same paper prints 6.5, which its projection of 1.8 h at 16,384 GPUs "
-    f"follows; 40 failures of OPT-175B in two weeks, from a survey, imply {rate_of_count(40, 992, 14):.0f}."
+    f"{rate_of_mtbf(47.7 * HOURS_PER_DAY, GPUS_PER_NODE):.0f}, where the same paper prints 6.5, which its projection "
+    "of 1.8 h at 16,384 GPUs follows; 40 failures of OPT-175B in two weeks, from a survey, imply "
+    f"{rate_of_count(40, 992, 14):.0f}."
 )
 
 
@@ -134,7 +135,7 @@ def failure_probability(probability: float, nodes: float) -> float:
     return -math.expm1(nodes * math.log1p(-probability))
 
 
-def nodes_of(gpus: int, gpus_per_node: int) -> int:
+def whole_nodes(gpus: int, gpus_per_node: int) -> int:
     """Returns the number of nodes. Raises ConfigError if the GPUs are no whole number of nodes."""
     if gpus > 0 and gpus % gpus_per_node == 0:
         return gpus // gpus_per_node

@@ -66,9 +66,7 @@ class RunLength:
         return f"{plural(self.steps, 'step')}, {short(self.tokens / scale)} {word}tokens"
 
 
-def run_length(
-    config: Config, step_s: float, accelerators: int, *, goodput: float = 1.0, global_batch_size: int | None = None
-) -> RunLength:
+def run_length(config: Config, step_s: float, accelerators: int, *, global_batch_size: int | None = None) -> RunLength:
     """Returns the length of the run of `config` where a step, the largest of all stages, takes `step_s` on
     `accelerators`.
 
@@ -80,7 +78,7 @@ def run_length(
     steps = -(-config.total_steps * planned.global_batch_size // (global_batch_size or planned.global_batch_size))
     if config.training.stages:  # a step of another stage is taken to need time in proportion to its tokens
         step_s *= tokens / (config.total_steps * planned.tokens)
-    return RunLength(steps, tokens, step_s, accelerators, goodput)
+    return RunLength(steps, tokens, step_s, accelerators)
 
 
 def hours(accelerator_hours: float) -> str:

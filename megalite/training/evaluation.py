@@ -84,9 +84,9 @@ def evaluate(engine: Engine, sets: Sequence[EvaluationSet], requests: StopReques
         return {}
     finally:
         requests.stops_after = "this step"
-    targets = sum(one.targets for one in sets)
     loss_of_all = losses[sets[0].name]
     if len(sets) > 1:
+        targets = sum(one.targets for one in sets)
         loss_of_all = sum(losses[one.name] * one.targets for one in sets) / max(1, targets)
     named: StepRecord = {"evaluation_losses": losses} if sets[0].name else {}
     return {"evaluation_loss": loss_of_all, **named, "evaluation_s": time.perf_counter() - started}

@@ -135,12 +135,13 @@ class _TrainingRun:
         due, unread, self._unread = self._due_after(coming), self._unread, None
         reads_now = self._reads_at_once(coming, due)
         begun = self._begin(coming, due) if unread is None or not reads_now else None
-        read, behind = (begun, None) if unread is None and reads_now else (unread, begun)
-        is_save_due = read is not None and self._finish(read, behind)
-        if behind is not None and self._state.step == coming:  # else `_finish` has gone back, and holds its data
-            self._unread = behind
+        if unread is None and reads_now:
+            unread, begun = begun, None
+        is_save_due = unread is not None and self._finish(unread, begun)
+        if begun is not None and self._state.step == coming:  # else `_finish` has gone back, and holds its data
+            self._unread = begun
             self._recorder.cut()
-        return read, is_save_due
+        return unread, is_save_due
 
     def _leave(self, stop: Stop) -> NoReturn:
         self._context.checkpoints.finish(self._saved_state())
@@ -209,33 +210,33 @@ class _TrainingRun:
         self._resume_from(state)
         return True
 
-    def _read(self, begun: _PendingStep) -> tuple[StepRecord, TrainState]:
+    def _read(self, pending: _PendingStep) -> tuple[StepRecord, TrainState]:
         """Reads a step's numbers; returns its record and the state after it."""
-        numbers, shape = begun.result.readback.numbers, self._shapes.shape_after(begun.before.step)
+        numbers, shape = pending.result.readback.numbers, self._shapes.shape_after(pending.before.step)
         now = time.perf_counter()
-        self._step_time_s, self._last_read = now - max(begun.began, self._last_read), now
-        state = self._after(begun.before, skipped=not begun.result.taken)
+        self._step_time_s, self._last_read = now - max(pending.began, self._last_read), now
+        state = self._after(pending.before, skipped=not pending.result.taken)
         record: StepRecord = {
             "step": state.step,
             "time": time.time(),
             "loss": numbers.loss,
             "grad_norm": numbers.grad_norm,
-            "learning_rate": begun.learning_rate,
+            "learning_rate": pending.learning_rate,
             "tokens_seen": state.tokens_seen,
-            "samples": [begun.before.consumed_samples, state.consumed_samples],
+            "samples": [pending.before.consumed_samples, state.consumed_samples],
             "tokens_per_second": shape.tokens / self._step_time_s,
             "samples_per_second": shape.samples / self._step_time_s,
             "step_time_s": self._step_time_s,
-            "data_wait_s": begun.data_wait_s,
+            "data_wait_s": pending.data_wait_s,
             "memory_peak_mib": peak_memory_mib(),
-            "skipped": not begun.result.taken,
+            "skipped": not pending.result.taken,
             "skipped_steps": state.skipped_steps,
         }
         if numbers.loss_scale is not None:
             record["loss_scale"] = numbers.loss_scale
         if self._config.training.stages:
             record = record | {"global_batch_size": shape.global_batch_size, "sequence_length": shape.sequence_length}
-        self._source_losses.add(begun.result)
+        self._source_losses.add(pending.result)
         return record | self._source_losses.record(state.step), state
 
     def _evaluate(self, record: StepRecord, *, saves_first: bool) -> StepRecord:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from launch.cluster.doctor.cross_host_checks import addresses, own_addresses, shared_findings
+from launch.cluster.doctor.connectivity_checks import addresses, own_addresses, shared_findings
 from launch.cluster.doctor.findings import FAIL, HERE, OK, STYLES, WARN, Answers, Finding, Settings, fold, usual
 from launch.cluster.doctor.host_checks import ROOM, on_gpus, own_findings
 from launch.cluster.doctor.security import security_findings

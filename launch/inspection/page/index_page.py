@@ -1,4 +1,4 @@
-"""The page over the runs of a folder: a row for each, with a link to its report, and their losses. No torch."""
+"""The page of `megalite report FOLDER`: a row for each run, with a link to its report, and their losses. No torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MOST_CURVES = 12  # the latest active runs, whose lines can be told apart
 
 def write_index_page(folder: Path, runs: Sequence[RunSummary], path: Path) -> None:
     """Writes the page over `runs`, the latest active first. Raises LaunchError where `path` cannot be written."""
-    curves = Curves("losses", "step", list(_charts(folder, runs)))
+    curves = Curves("losses", "step", list(_charts(runs)))
     states = Counter(str(run.status.state) for run in runs)
     written = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     note = f"Of {len(runs):,} runs the {MOST_CURVES} latest active ones are drawn." if len(runs) > MOST_CURVES else ""
@@ -70,7 +70,7 @@ def _runs_section(runs: Sequence[RunSummary], beside: Path) -> PageSection:
     return PageSection("runs", "Runs", caption, [shown])
 
 
-def _charts(folder: Path, runs: Sequence[RunSummary]) -> Iterator[Chart]:
+def _charts(runs: Sequence[RunSummary]) -> Iterator[Chart]:
     """Yields the charts of the losses, of those that can be read among the latest runs."""
     losses, held_out = [], []
     for place, run in enumerate(runs[:MOST_CURVES]):

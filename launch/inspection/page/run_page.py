@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from launch.inspection.history import RunHistory
+from launch.inspection.page.explanation_sections import prediction_section, waterfall_section
 from launch.inspection.page.goodput_bar import goodput_section
 from launch.inspection.page.page_data import PageData
 from launch.inspection.page.rank_layout import layout_section
@@ -15,7 +16,6 @@ from launch.inspection.page.ranks_timeline import timeline_section
 from launch.inspection.page.run_curves import curves_of, curves_section
 from launch.inspection.page.sentences import sentences_of
 from launch.inspection.page.step_parts import parts_section, stages_section
-from launch.inspection.page.step_waterfall import prediction_section, waterfall_section
 from launch.inspection.page.tables import communication_section, events_section, settings_section, versions_section
 from launch.inspection.page.tiles import tiles_of
 from launch.inspection.status import read_status

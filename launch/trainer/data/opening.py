@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from data_pipeline.samples.staged import CutSamples
 from data_pipeline.storage.indexed import IndexedTokens
 from data_pipeline.storage.meta import CorpusMeta, read_meta
 from launch.trainer.data.packing import plan_cache
-from launch.trainer.data.run_mix import MixHistory, check_epochs, mixed, notices_of
+from launch.trainer.data.run_mix import DataPosition, check_epochs, mixed, notices_of
 from launch.trainer.loss_targets import notices_of_evaluation, notices_of_targets
 from megalite.checkpoint.manifest import step_folders
 from megalite.config import Config, ResolvedLayout
@@ -51,7 +50,7 @@ class RunData:
     tokenizer_files: bool = False  # all its files were read when they were prepared
     ends_of_turns: tuple[int | None, ...] = ()  # and of documents; None: older versions recorded none for chats
 
-    def from_position(self, config: Config, followed: MixHistory) -> RunData:
+    def from_position(self, config: Config, followed: DataPosition) -> RunData:
         """Returns the data of a run that goes on from a position, from which `config` counts its length.
 
         Raises DataError if a source would be read more often than it may be.
@@ -193,20 +192,14 @@ def _remedy(config: Config, vocab_size: int) -> str:
 
 
 def training_batches(
-    data: RunData, config: Config, layout: ResolvedLayout, replica: int, followed: MixHistory
+    data: RunData, config: Config, layout: ResolvedLayout, replica: int, followed: DataPosition
 ) -> Iterator[list[TokenBatch]]:
-    """Returns this replica's micro-batches of each step from a position to the end, prepared ahead in a thread.
+    """Yields this replica's micro-batches of each step from a position to the end, prepared ahead in a thread.
 
     `config` counts its length from where the session started: the loop has that end after a rollback too.
     """
     plan, last_step = _batch_plan(config, layout, replica), config.total_steps
-    return chain.from_iterable(_batches_by_stage(data, followed.counted(config), plan, followed, last_step))
-
-
-def _batches_by_stage(
-    data: RunData, config: Config, plan: BatchPlan, followed: MixHistory, last_step: int
-) -> Iterator[Iterator[list[TokenBatch]]]:
-    stretches, consumed = config.batches.stretches, followed.consumed_samples
+    stretches, consumed = followed.counted(config).batches.stretches, followed.consumed_samples
     ends = [*(stretch.step for stretch in stretches[1:]), last_step]
     for (begin, _, shape, _), end in zip(stretches, ends, strict=True):
         steps = min(end, last_step) - begin
@@ -214,7 +207,7 @@ def _batches_by_stage(
             return
         samples = data.training if shape.parts == 1 else CutSamples(data.training, shape.parts)
         of_stage = replace(plan, global_batch_size=shape.global_batch_size, micro_batch_size=shape.micro_batch_size)
-        yield prefetched_batches(samples, of_stage, start_consumed=consumed * shape.parts, steps=steps)
+        yield from prefetched_batches(samples, of_stage, start_consumed=consumed * shape.parts, steps=steps)
         consumed += steps * shape.samples
 
 

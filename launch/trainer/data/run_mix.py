@@ -24,7 +24,7 @@ from megalite.units import count, plural
 
 
 @dataclass(frozen=True)
-class MixHistory:
+class DataPosition:
     """The position of a run, and the mix that it has followed up to there; by default that of a new run."""
 
     step: int = 0
@@ -76,10 +76,10 @@ class MixHistory:
         return batches.steps_at(sample * batches.sample_length + before)
 
 
-NEW_RUN = MixHistory()
+NEW_RUN = DataPosition()
 
 
-def mixed(config: Config, sources: Mapping[str, Samples], followed: MixHistory = NEW_RUN) -> MixedSamples:
+def mixed(config: Config, sources: Mapping[str, Samples], followed: DataPosition = NEW_RUN) -> MixedSamples:
     """Returns the samples of `data.sources`, mixed as the config says from the position of the run on."""
     data = config.data
     if data.is_by_epochs:
@@ -92,7 +92,7 @@ def mixed(config: Config, sources: Mapping[str, Samples], followed: MixHistory =
     return MixedSamples(sources, mix, config.training.global_batch_size, _stages_of_batch(config))
 
 
-def _stages(config: Config, followed: MixHistory) -> list[MixStage]:
+def _stages(config: Config, followed: DataPosition) -> list[MixStage]:
     stages = [MixStage(0, _above_zero(config.data.weights_of(DataStage())))]
     config = followed.counted(config)
     record, batch, of_batch = followed.record, config.training.global_batch_size, _stages_of_batch(config)
@@ -133,7 +133,7 @@ def _above_zero(weights: Mapping[str, float]) -> dict[str, float]:
 # What a run has read.
 
 
-def check_past(training: Samples, followed: MixHistory, checkpoint: Path, advice: str) -> None:
+def check_past(training: Samples, followed: DataPosition, checkpoint: Path, advice: str) -> None:
     """Raises CheckpointError, with the first sample that differs, if the run has read something else so far."""
     ours = training.record if isinstance(training, MixedSamples) else MixRecord.of_one(content_id(training))
     theirs = followed.record
@@ -171,7 +171,7 @@ def _samples_in_steps(config: Config, training: MixedSamples, steps: int) -> str
     return f"{training.mix.modulus:,} samples, which are {plural(steps, 'step')}{_of_each_step(config)}"
 
 
-def check_epochs(config: Config, training: MixedSamples, followed: MixHistory) -> None:
+def check_epochs(config: Config, training: MixedSamples, followed: DataPosition) -> None:
     """Raises DataError if a source is read more often than its `max_epochs`, or the run is longer than its epochs.
 
     `config` counts its length from the position of the run. Samples that rollbacks have left out do not count: a run
@@ -240,7 +240,7 @@ def _remedy(training: MixedSamples, number: int, most: int, stop: int, consumed:
     return f"lower its weight to {weight:g} in the stage {stage.place or 'at the start'}, or raise max_epochs"
 
 
-def notices_of(config: Config, training: MixedSamples, followed: MixHistory) -> Iterator[str]:
+def notices_of(config: Config, training: MixedSamples, followed: DataPosition) -> Iterator[str]:
     """Yields notices about a mix: where stages begin, what is read twice, and what is small."""
     batch, length = config.batches.shape_after(followed.step).samples, training.sequence_length
     for stage in training.mix.stages[1:]:
@@ -265,7 +265,7 @@ def notices_of(config: Config, training: MixedSamples, followed: MixHistory) -> 
     yield from _notices_of_epochs(config, training, followed)
 
 
-def _notices_of_epochs(config: Config, training: MixedSamples, followed: MixHistory) -> Iterator[str]:
+def _notices_of_epochs(config: Config, training: MixedSamples, followed: DataPosition) -> Iterator[str]:
     """Yields notices about a run that ends before the epochs of its sources, or reads more, by whole steps."""
     stop, left_out = followed.samples_at_end(config), followed.left_out_samples
     reason = f"rollbacks have left out {plural(left_out, 'sample')}, in whose place later ones are read"

@@ -17,7 +17,7 @@ from launch.prediction.memory_check import MemoryForecast, forecast_memory, refu
 from launch.prediction.this_machine import UNMEASURED, cpu_memory, describe_machine
 from launch.runtime.devices import Device, gpu_count, gpu_memory_bytes, why_no_gpu
 from launch.runtime.host_probe import host_memory_bytes
-from launch.runtime.local_ranks import rank_environment
+from launch.runtime.local_ranks import rank_settings
 from launch.runtime.logs import get_logger
 from launch.trainer.data.opening import RunData, open_data
 from launch.trainer.data.remote_data import find_or_fetch_copies, with_copies
@@ -75,7 +75,7 @@ def check_start(config: Config, flags: StartFlags, *, is_dry: bool = False) -> C
     config, overrides, notices = choose_layout(config)
     layout, device = resolve(config)
     position = find_position(config, flags, is_dry=is_dry)
-    environment, in_words = rank_environment(config.launch, layout.world_size, device == "cuda")
+    environment, in_words = rank_settings(config.launch, layout.world_size, device == "cuda")
     on_cpu = device == "cpu"
     available = host_memory_bytes() if on_cpu else gpu_memory_bytes()
     memory = None

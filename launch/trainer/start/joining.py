@@ -14,12 +14,12 @@ from launch.errors import HUNG_CODE, LaunchError
 from launch.runtime.devices import Device, chosen_device
 from launch.runtime.logs import get_logger
 from launch.runtime.printing import say
-from launch.runtime.rank_environment import ATTEMPT, Rank, waiting_hint
+from launch.runtime.rank_environment import Rank, waiting_hint
 from launch.runtime.start_witness import will_be_restarted, witness
 from launch.runtime.startup_progress import StartupProgress
 from megalite.config import Config
 from megalite.distributed.errors import RendezvousFailed
-from megalite.distributed.rank_admission import is_loopback_address
+from megalite.distributed.rank_admission import ATTEMPT, is_loopback_address
 
 if TYPE_CHECKING:
     from megalite.distributed.start_failures import StartFailure

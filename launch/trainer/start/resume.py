@@ -20,7 +20,7 @@ from launch.errors import LaunchError
 from launch.runtime.logs import get_logger
 from launch.runtime.rank_environment import Rank
 from launch.trainer.data.opening import RunData
-from launch.trainer.data.run_mix import NEW_RUN, MixHistory, check_past, mixed
+from launch.trainer.data.run_mix import NEW_RUN, DataPosition, check_past, mixed
 from launch.trainer.data.run_stages import check_past_batches
 from launch.trainer.run_tokenizer import check_kept, check_room_for, choose_tokenizer
 from launch.trainer.start.config_changes import OptionChange, changes_since, check_changes, saved_model
@@ -79,9 +79,9 @@ class Start:
         return int(self.manifest.state.get("consumed_samples", 0)) if self.is_resume and self.manifest else 0
 
     @property
-    def followed(self) -> MixHistory:
+    def followed(self) -> DataPosition:
         """Position of the run, and the mix of data that it has followed."""
-        return MixHistory.of(self.manifest.state) if self.is_resume and self.manifest else NEW_RUN
+        return DataPosition.of(self.manifest.state) if self.is_resume and self.manifest else NEW_RUN
 
     @property
     def loading(self) -> str:
@@ -352,7 +352,7 @@ def _check_data(manifest: Manifest, config: Config, folder: Path, training: Samp
             f"{config.training.seed}, which orders the data differently: {anew}"
         )
     if is_mixed:
-        followed = MixHistory.of(manifest.state)
+        followed = DataPosition.of(manifest.state)
         if isinstance(training, MixedSamples):
             training = mixed(config, training.sources, followed)
         check_past(training, followed, folder, advice)

@@ -298,7 +298,7 @@ def _copy_durably(source: Path, target: Path) -> None:
     sync(target.parent)
 
 
-def list_checkpoints(where: str | Path, patience: Patience = PATIENCE) -> list[Listed]:
+def list_checkpoints(where: str | Path) -> list[Listed]:
     """Lists all checkpoint folders, complete or not, by step, of a URL or of a local folder as `find_latest` takes it.
 
     `where` may be a folder of checkpoints, a run's folder, or a checkpoint itself; where there is nothing, the list is
@@ -311,10 +311,10 @@ def list_checkpoints(where: str | Path, patience: Patience = PATIENCE) -> list[L
         names = step_names(path.name for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
         folders = [root / name for name in names] or ([root] if (root / MANIFEST).is_file() else [])
         return [_inspect_folder(folder) for folder in folders]
-    store = Store(where, patience)
+    store = Store(where)
     files, children = store.entries()
     if "checkpoints" in children:
-        store = Store(f"{store.url}/checkpoints", patience)
+        store = Store(f"{store.url}/checkpoints")
         files, children = store.entries()
     names = step_names(children) or ([""] if MANIFEST in files else [])
     return [inspect_checkpoint(store, name) for name in names]

@@ -25,7 +25,7 @@ from megalite.planner.failure_rates import (
     PUBLISHED_BAND,
     failure_probability,
     mtbf_hours,
-    nodes_of,
+    whole_nodes,
 )
 
 
@@ -83,7 +83,7 @@ class JobScale:
 
 def at_scale(job: Reliability, gpus: int) -> JobScale:
     """Returns the job on `gpus`. Raises ConfigError if they are no whole number of nodes."""
-    nodes = nodes_of(gpus, job.gpus_per_node)
+    nodes = whole_nodes(gpus, job.gpus_per_node)
     mtbf_h = mtbf_hours(job.rate_per_1000_node_days, nodes)
     at_low_rate, at_high_rate = (mtbf_hours(rate, nodes) for rate in PUBLISHED_BAND)
     run_hours = job.days * HOURS_PER_DAY
@@ -123,16 +123,16 @@ def at_scale(job: Reliability, gpus: int) -> JobScale:
     )
 
 
-def goodput_against_interval(job: Reliability, gpus: int, points: int = 61, spread: float = 30.0) -> list[JobScale]:
-    """Returns the job at intervals around that of `checkpoint.interval: auto`: from it divided by `spread` to it times
-    `spread`, in equal ratios. The job's own is among them.
+def goodput_against_interval(job: Reliability, gpus: int) -> list[JobScale]:
+    """Returns the job at intervals around that of `checkpoint.interval: auto`: from a thirtieth of it to thirty times,
+    in equal ratios. The job's own is among them.
 
     Intervals that are shorter than a save takes are left out: one save at a time is on its way.
     """
-    save = job.storage.save(job.checkpoint_bytes, gpus, nodes_of(gpus, job.gpus_per_node))
-    mtbf_s = mtbf_hours(job.rate_per_1000_node_days, nodes_of(gpus, job.gpus_per_node)) * 3600
+    save = job.storage.save(job.checkpoint_bytes, gpus, whole_nodes(gpus, job.gpus_per_node))
+    mtbf_s = mtbf_hours(job.rate_per_1000_node_days, whole_nodes(gpus, job.gpus_per_node)) * 3600
     planned_s = _interval_s(replace(job, interval_s=None), save, mtbf_s)
-    tried_s = {planned_s * spread ** (2 * number / (points - 1) - 1) for number in range(points)}
+    tried_s = {planned_s * 30.0 ** (number / 30) for number in range(-30, 31)}
     tried_s.add(_interval_s(job, save, mtbf_s))
     shortest_s = save.duration_s if job.storage.background else 0.0
     return [at_scale(replace(job, interval_s=tried), gpus) for tried in sorted(tried_s) if tried >= shortest_s]

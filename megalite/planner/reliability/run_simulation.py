@@ -99,7 +99,6 @@ class Interruption:
 
     at_s: float  # on the wall clock
     is_hang: bool
-    loses_node: bool
     rework_s: float  # training that is done again
     detection_s: float
     waiting_s: float  # until there are nodes enough
@@ -289,7 +288,7 @@ class _Simulation:
         restart_s = self._spend("restart", min(run.restart_s, until_failure_s))
         self._load_s += restart_s
         cost_s = (rework_s, detection_s, waiting_s, restart_s)
-        self._interruptions.append(Interruption(at_s, is_hang, loses_node, *cost_s))
+        self._interruptions.append(Interruption(at_s, is_hang, *cost_s))
         return until_failure_s > run.restart_s
 
     def _replace_node(self) -> float:

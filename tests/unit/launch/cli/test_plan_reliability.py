@@ -20,7 +20,7 @@ from launch.cli.plan import plan_app
 from launch.cli.plan_reliability import parse_gpus
 from launch.errors import LaunchError
 from launch.planning.prediction_by_size import COMMUNICATION, communication_share, job_on, step_on
-from launch.prediction.cluster import nodes_of
+from launch.prediction.cluster import cluster_of_nodes
 from launch.trainer.start.run_config import load_run_config
 from megalite.config import ConfigError
 from megalite.planner.failure_rates import LLAMA_3, OBSERVATIONS, Components
@@ -194,7 +194,7 @@ def test_a_layout_that_is_auto_is_chosen_as_plan_does(tiny: dict[str, Any], tmp_
     found = answer(str(path), "--accelerator", "H100", "--gpus", "8,16,4096", "--price-per-accelerator-hour", "2")
     assert [scale["gpus"] for scale in found["scales"]] == [8, 16]
     for scale in found["scales"]:
-        cluster = nodes_of("H100", scale["gpus"] // 8, 8, "x")
+        cluster = cluster_of_nodes("H100", scale["gpus"] // 8, 8, "x")
         config = load_run_config(path)
         best = search(config, cluster, free=config.unresolved_options).best
         assert best is not None and scale["layout"] == str(best.layout)

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import pytest
 
 from launch.errors import LaunchError
-from launch.runtime.local_ranks import ALLOCATOR_OPTIONS, COMPILE_WORKERS, rank_environment
+from launch.runtime.local_ranks import ALLOCATOR_OPTIONS, COMPILE_WORKERS, rank_settings
 from launch.trainer.start.rank_devices import devices_of_ranks
 from megalite.config import ConfigError, LaunchConfig
 from megalite.distributed.rank_admission import FOLDER, is_private
@@ -166,16 +166,16 @@ def test_ranks_do_not_outlive_a_command_that_is_killed(start: Callable[[str], Co
 def test_gpus_allocate_in_segments_that_grow_unless_the_user_has_a_say(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ALLOCATOR_OPTIONS:
         monkeypatch.delenv(name, raising=False)
-    given, told = rank_environment(LaunchConfig(), 2, on_gpu=True)
+    given, told = rank_settings(LaunchConfig(), 2, on_gpu=True)
     assert given["PYTORCH_ALLOC_CONF"] == "expandable_segments:True" and "segments that grow" in told
     monkeypatch.setenv("MASTER_PORT", "29501")
-    given, told = rank_environment(LaunchConfig(), 2, on_gpu=False)
+    given, told = rank_settings(LaunchConfig(), 2, on_gpu=False)
     assert "PYTORCH_ALLOC_CONF" not in given and "segments" not in told
     assert "MASTER_PORT as you set it changes nothing" in told, "it was replaced without a word"
     for name in ALLOCATOR_OPTIONS:
         with monkeypatch.context() as own:
             own.setenv(name, "max_split_size_mb:64")
-            given, told = rank_environment(LaunchConfig(), 2, on_gpu=True)
+            given, told = rank_settings(LaunchConfig(), 2, on_gpu=True)
         assert not given.keys() & set(ALLOCATOR_OPTIONS), "torch would take one of two"
         assert f"{name} as you set it" in told and "segments" not in told
 
@@ -184,9 +184,9 @@ def test_gpus_allocate_in_segments_that_grow_unless_the_user_has_a_say(monkeypat
 def test_compile_workers_share_cores(ranks: int, cores: int, workers: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight ranks had 256 of them."""
     monkeypatch.delenv(COMPILE_WORKERS, raising=False)
-    assert rank_environment(LaunchConfig(), ranks, on_gpu=True, cores=cores)[0][COMPILE_WORKERS] == workers
+    assert rank_settings(LaunchConfig(), ranks, on_gpu=True, cores=cores)[0][COMPILE_WORKERS] == workers
     monkeypatch.setenv(COMPILE_WORKERS, "7")
-    given, told = rank_environment(LaunchConfig(), ranks, on_gpu=True, cores=cores)
+    given, told = rank_settings(LaunchConfig(), ranks, on_gpu=True, cores=cores)
     assert COMPILE_WORKERS not in given and COMPILE_WORKERS in told
 
 
@@ -232,7 +232,7 @@ def test_a_rank_that_was_started_for_a_gpu_does_not_compute_on_the_cpu(monkeypat
 
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     for on_gpu, accelerator in ((True, "cuda"), (False, "cpu")):
-        assert rank_environment(LaunchConfig(), 2, on_gpu=on_gpu)[0]["DS_ACCELERATOR"] == accelerator
+        assert rank_settings(LaunchConfig(), 2, on_gpu=on_gpu)[0]["DS_ACCELERATOR"] == accelerator
     monkeypatch.setattr("megalite.engine.deepspeed.process_groups.get_accelerator", CUDA_Accelerator)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"DS_ACCELERATOR is cuda, and torch .* can use no GPU here: compare"):

@@ -22,7 +22,7 @@ from launch.runtime.rank_environment import (
     set_rank_variables,
     take_private_environment,
 )
-from launch.runtime.slurm_step import first_host
+from launch.runtime.slurm_rendezvous import first_host
 from tests.helpers.commands import ROOT
 
 MEETING = {"MASTER_ADDR": "node1", "MASTER_PORT": "4000"}

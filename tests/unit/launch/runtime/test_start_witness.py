@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from launch.runtime import slurm_step, start_witness
+from launch.runtime import slurm_rendezvous, start_witness
 from launch.runtime.rank_environment import Rank, read_rank
 from launch.runtime.start_witness import StartWitness
 from launch.trainer.start import joining
@@ -66,7 +66,7 @@ def test_a_rank_that_has_failed_itself_is_not_ended_by_another_s_failure(monkeyp
 
 def test_a_rank_that_lacks_a_package_finds_the_others_as_they_find_each_other() -> None:
     found, rank = dict(STEP), read_rank(STEP)
-    slurm_step.set_variables(found)
+    slurm_rendezvous.set_variables(found)
     assert rank is not None
     wanted = {"RANK": rank.rank, "WORLD_SIZE": rank.world_size, "MASTER_ADDR": rank.master[0]}
     assert {name: found[name] for name in wanted} == {name: str(value) for name, value in wanted.items()}

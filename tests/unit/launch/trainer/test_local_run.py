@@ -10,9 +10,9 @@ from typing import Any, cast
 import pytest
 
 from launch.errors import LaunchError
-from launch.runtime.rank_environment import ATTEMPT
 from launch.trainer import local_run
 from megalite.config import Config
+from megalite.distributed.rank_admission import ATTEMPT
 from tests.helpers.attempts import save
 
 

@@ -89,9 +89,9 @@ def test_what_is_predicted_is_told_as_far_as_it_is_known(tiny: dict[str, Any]) -
     machine = describe_machine(1, on_cpu=True, limits=MeasurementLimits(timeout_s=0.0, allow_typical=True))
     known = prediction_facts(facts, Prediction.of(config, layout, machine), None)
     assert known["seconds_left"] == pytest.approx(4 * known["step_s"]) and known["rough"]
-    assert "roughly " in dict(prediction_lines(facts, known))["time"]
+    assert "roughly " in dict(prediction_lines(known))["time"]
     unknown = prediction_facts(facts, Prediction.of(config, layout, None, "the catalogue has no GPU 'L4'"), None)
-    assert dict(prediction_lines(facts, unknown))["time"] == "not known, because the catalogue has no GPU 'L4'"
+    assert dict(prediction_lines(unknown))["time"] == "not known, because the catalogue has no GPU 'L4'"
 
 
 @pytest.mark.parametrize("busy", ["", "somebody else computes here too"])
@@ -106,7 +106,7 @@ def test_the_summary_and_the_prediction_agree_on_what_is_rough(
     prediction = Prediction.of(config, layout, replace(here, whole=kind, rough="", busy=busy))
     facts = run_facts(config, layout, open_data(config), Start(), "1 rank")
     known = prediction_facts(facts, prediction, None)
-    time, (_, sentence) = dict(prediction_lines(facts, known))["time"], prediction.sentences()
+    time, (_, sentence) = dict(prediction_lines(known))["time"], prediction.sentences()
     is_rough = bool(busy) or calibrated_on != "a run"
     assert ("roughly" in time, "roughly" in sentence) == (is_rough, is_rough), (time, sentence)
     assert known["rough"] == prediction.facts()["rough"]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from launch.trainer.data.opening import open_data, training_batches
-from launch.trainer.data.run_mix import MixHistory
+from launch.trainer.data.run_mix import DataPosition
 from megalite.config import Config
 from megalite.config.layout import resolve_layout
 
@@ -25,7 +25,7 @@ def test_a_rollback_before_a_session_with_a_larger_batch_has_batches_to_the_end(
     config = Config.model_validate(tiny)
     session = config.counted_from(10, 40 * LENGTH)
     layout = resolve_layout(session, 1, "cpu")
-    batches = training_batches(open_data(session), session, layout, 0, MixHistory(6, 24 * LENGTH, 40))
+    batches = training_batches(open_data(session), session, layout, 0, DataPosition(6, 24 * LENGTH, 40))
     sizes = [sum(len(one.tokens) for one in step) for step in batches]
     assert len(sizes) == session.total_steps - 6
     assert session.total_steps == (15 if not stages else 18)

@@ -46,7 +46,7 @@ def forecast(config: Config, accelerators: int = 32, batch: int = BATCH) -> RunF
 
 
 def test_length_of_steps_and_of_tokens() -> None:
-    length = run_length(config_of(steps=1000), STEP_S, 16, goodput=0.5)
+    length = replace(run_length(config_of(steps=1000), STEP_S, 16), goodput=0.5)
     assert (length.steps, length.tokens, length.training_s) == (1000, 1000 * BATCH * SEQUENCE, 3500)
     assert length.wall_s == 7000 and length.days == 7000 / 86_400
     assert length.accelerator_hours == pytest.approx(16 * 7000 / 3600)

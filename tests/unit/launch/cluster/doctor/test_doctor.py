@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from launch.cluster.doctor.bandwidth import evaluate
 from launch.cluster.doctor.bandwidth_rank import phases
-from launch.cluster.doctor.cross_host_checks import addresses, faulty_hosts, shared_findings
+from launch.cluster.doctor.connectivity_checks import addresses, faulty_hosts, shared_findings
 from launch.cluster.doctor.findings import HERE, Answers, Finding, Settings, Severity, fold, usual
 from launch.cluster.doctor.host_checks import on_gpus, own_findings
+from launch.cluster.doctor.link_bandwidth import evaluate
 from launch.cluster.doctor.preflight import PreflightReport
 from launch.runtime.hostfile import Host
 from launch.trainer.start.run_config import load_run_config

@@ -12,9 +12,9 @@ import pytest
 
 from launch.inspection import timelines
 from launch.inspection.history import RunHistory
+from launch.inspection.page.explanation_sections import waterfall_section
 from launch.inspection.page.page_data import PageData
 from launch.inspection.page.sentences import sentences_of
-from launch.inspection.page.step_waterfall import waterfall_section
 from launch.inspection.status import read_status
 from launch.inspection.step_explanation import largest_loss
 from megalite.monitor.steps.timeline import step_folder

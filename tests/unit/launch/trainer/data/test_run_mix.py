@@ -16,7 +16,7 @@ from data_pipeline.errors import DataError
 from data_pipeline.samples.mix import MixedSamples
 from data_pipeline.storage.indexed_writer import IndexedWriter
 from launch.trainer.data.opening import RunData, open_data
-from launch.trainer.data.run_mix import MixHistory
+from launch.trainer.data.run_mix import DataPosition
 from launch.trainer.start.resume import _check_data
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.manifest import Manifest
@@ -42,10 +42,10 @@ def mixed_config(tiny: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
     return tiny
 
 
-def opened(config: dict[str, Any], followed: MixHistory | None = None) -> RunData:
+def opened(config: dict[str, Any], followed: DataPosition | None = None) -> RunData:
     loaded = Config.model_validate(config)
     check_rules(loaded, None, None)
-    followed = followed or MixHistory()
+    followed = followed or DataPosition()
     return open_data(loaded).from_position(loaded, followed)
 
 
@@ -61,9 +61,9 @@ def changed(config: dict[str, Any], **options: Any) -> dict[str, Any]:
     return config
 
 
-def saved(data: RunData, step: int, consumed: int | None = None) -> MixHistory:
+def saved(data: RunData, step: int, consumed: int | None = None) -> DataPosition:
     """What a checkpoint of a run on `data` says, through JSON's types."""
-    return MixHistory.of(state_of(data, step, consumed))
+    return DataPosition.of(state_of(data, step, consumed))
 
 
 def state_of(data: RunData, step: int, consumed: int | None = None) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def resume(config: dict[str, Any], state: dict[str, Any], before: dict[str, Any]
     data = open_data(loaded)
     manifest = Manifest(step=state["step"], config=before or {}, tokenizer=None, state=state, tensors={}, files={})
     _check_data(manifest, loaded, Path("step_1"), data.training)
-    return data.from_position(loaded, MixHistory.of(state))
+    return data.from_position(loaded, DataPosition.of(state))
 
 
 @pytest.mark.parametrize(

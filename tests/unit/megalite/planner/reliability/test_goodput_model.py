@@ -37,9 +37,9 @@ from megalite.planner.failure_rates import (
     Components,
     failure_probability,
     mtbf_hours,
-    nodes_of,
     rate_of_count,
     rate_of_mtbf,
+    whole_nodes,
 )
 from megalite.planner.reliability.goodput_model import Reliability, at_scale, goodput_against_interval
 
@@ -139,8 +139,8 @@ def test_the_default_lies_in_the_band() -> None:
 @pytest.mark.parametrize(("gpus", "nearest"), [(100, "96 or 104"), (4, "take 8,"), (1020, "1016 or 1024")])
 def test_gpus_that_fill_no_nodes_get_the_nearest_counts(gpus: int, nearest: str) -> None:
     with pytest.raises(ConfigError, match=nearest):
-        nodes_of(gpus, 8)
-    assert nodes_of(1024, 8) == 128
+        whole_nodes(gpus, 8)
+    assert whole_nodes(1024, 8) == 128
 
 
 # checkpoints

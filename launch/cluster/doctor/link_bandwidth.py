@@ -1,4 +1,4 @@
-"""Measures the bandwidth between hosts: an all-reduce over all of them, and each link of a ring of neighbours.
+"""Measures the bandwidth between hosts, if asked to: an all-reduce over all, and each link of a ring of them.
 
 Input: open connections and the report of a preflight; hosts that failed it are left out. One process per host has each
 link to itself, so the figures describe the network, not eight GPUs that share it.
