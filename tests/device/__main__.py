@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -27,4 +28,8 @@ with tempfile.TemporaryDirectory(prefix="stand_in_") as meeting_place:
     command = [sys.executable, "-m", "pytest", *words]
     if not any(word.startswith("tests/") for word in words):
         command.append(str(Path(__file__).parent))
-    sys.exit(subprocess.run(command, env=environment, check=False).returncode)
+    child = subprocess.Popen(command, env=environment, start_new_session=True)  # a terminal would interrupt it twice
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda received, _: child.send_signal(received))
+    code = child.wait()
+sys.exit(code if code >= 0 else 128 - code)

@@ -32,7 +32,7 @@ class StepBudget:
     waits: int = 0  # of one stream for another
     sections: dict[str, dict[str, Any]] = field(default_factory=dict)  # of the config, what differs
     capability: int = 80
-    finds_hazards: bool = True
+    hazards: int = 1  # STAND_IN_HAZARDS
 
 
 STEPS = {
@@ -57,9 +57,9 @@ STEPS = {
     "Muon": StepBudget(555, event_syncs=2, waits=1, sections={"optimizer": {"name": "muon"}}),
     "SGD": StepBudget(460, event_syncs=2, waits=1, sections={"optimizer": {"name": "sgd"}}),
     "moments in bf16": StepBudget(472, event_syncs=2, waits=1, sections={"optimizer": {"moments_dtype": "bf16"}}),
-    # copies of what the last block keeps may still run when its memory is taken again: nobody reads what they bring
+    # copies of what the last block keeps may still run when its memory is taken again: nothing is copied back of it
     "activations offloaded": StepBudget(
-        464, event_syncs=2, waits=103, sections={"offload": {"activations": "cpu"}}, finds_hazards=False
+        464, event_syncs=2, waits=103, sections={"offload": {"activations": "cpu"}}, hazards=2
     ),
     "windows": StepBudget(482, event_syncs=2, waits=1, sections={"model": {"sliding_window": 16}}),
     "norms of heads": StepBudget(554, event_syncs=2, waits=1, sections={"model": {"query_key_norm": "per_head"}}),

@@ -26,6 +26,7 @@ class Counts:
     sends: int
     receptions: int
     communicators: int
+    splits: int  # of one, in which all its ranks take part
 
     def __sub__(self, other: Counts) -> Counts:
         return Counts(*(mine - its for mine, its in zip(astuple(self), astuple(other), strict=True)))

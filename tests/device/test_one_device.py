@@ -22,7 +22,7 @@ def test_a_run_ends_and_its_steps_keep_to_their_budget(name: str, tiny: dict[str
     config = with_sections(tiny, budget.sections)
     environment = {
         "STAND_IN_CAPABILITY": str(budget.capability),
-        "STAND_IN_HAZARDS": str(int(budget.finds_hazards)),
+        "STAND_IN_HAZARDS": str(budget.hazards),
         "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1",  # which is not stood in for
     }
     (step,) = steps_of(tmp_path / "session", config, environment=environment)

@@ -17,19 +17,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megalite.config import resolve_layout
 from megalite.config.rules.pipeline import SPLITS_BACKWARD
 from megalite.engine.pipeline.pipeline_runtime import ProgramRun
+from megalite.planner.cost.memory import communicators
+from megalite.planner.workload import TrainingWorkload
 from megalite.schedules.passes import PassKind
 from megalite.schedules.program import Program, Send
 from megalite.schedules.tables import Schedule
-from tests.device.counts import change_setting
+from tests.device.counts import change_setting, counts_now
 from tests.device.test_stand_in import said_by_failing, say_into
 from tests.helpers.engine_cases import Case, engine_of, global_batches, micro_batches_of
 from tests.helpers.odd_sizes import DEEP
 from tests.helpers.rank_pool import run_fresh_ranks
 
 LAYOUTS = [(2, 1, 1), (3, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2), (4, 2, 1), (4, 1, 2), (2, 2, 2), (1, 2, 2), (1, 1, 4)]
+LAYOUTS += [(5, 1, 1), (3, 2, 1), (7, 1, 1), (8, 1, 1), (1, 1, 3), (1, 2, 4)]
 """Sizes of the axes pipeline, tensor and data."""
+WORLD_SIZES = range(2, 9)
 
 
 def _cases(*, all_stages: bool) -> Iterator[Case]:
@@ -50,12 +55,13 @@ def _case(pp: int, tp: int, dp: int, zero: int, schedule: Schedule) -> Case:
         schedule=schedule.value,
         accumulation=2 * pp,
         micro_batch=1,
-        sequence=8,
+        sequence=192,  # activations large enough to be offloaded
         steps=2,
         dtype="bf16",
         compile="none",
         sequence_parallel=tp > 1,
-        model=DEEP,
+        model=DEEP | {"num_hidden_layers": max(9, 2 * pp)},
+        offload={"activations": "cpu"} if (pp + tp) % 2 else {},
     )
 
 
@@ -66,12 +72,24 @@ def _by_world_size(*, all_stages: bool) -> dict[int, list[Case]]:
     return cases
 
 
+def _groups(case: Case) -> int:
+    """The kinds of groups that the planner counts, but that of all ranks, which is there, and DeepSpeed's of one."""
+    config = case.config()
+    return (
+        communicators(TrainingWorkload.of(config, resolve_layout(config, case.world_size, "cuda"))) - 1 + (case.dp == 1)
+    )
+
+
 def _train_each(rank: int, cases: list[Case]) -> None:
     """With one connection: whatever ends in this order ends in those of more connections, which leave orders free."""
     change_setting("CUDA_DEVICE_MAX_CONNECTIONS", 1)
+    change_setting("STAND_IN_HAZARDS", 2)
     for case in cases:
         try:
+            before = counts_now()
             engine = engine_of(case)
+            made, groups = counts_now() - before, _groups(case)
+            assert made.splits == groups >= made.communicators, (made, groups)
             for batch in global_batches(case):
                 engine.train_step(micro_batches_of(engine, case, batch), 1e-3)
             torch.cuda.synchronize()
@@ -80,14 +98,14 @@ def _train_each(rank: int, cases: list[Case]) -> None:
         dist.barrier()
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_steps_end(world_size: int) -> None:
     run_fresh_ranks(_train_each, world_size, _by_world_size(all_stages=False)[world_size], timeout_s=500)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_steps_end_with_each_zero_stage(world_size: int) -> None:
     run_fresh_ranks(_train_each, world_size, _by_world_size(all_stages=True)[world_size], timeout_s=3000)
 

@@ -193,6 +193,24 @@ def _taken_again(rank: int, folder: Path, waits: bool) -> None:
     assert torch.empty(1000, device="cuda").data_ptr() == place
 
 
+def _spoilt(rank: int, folder: Path, reads: bool) -> None:
+    """As when the last block's activations leave although backward has them: what comes back is not theirs."""
+    say_into(folder, rank)
+    change_setting("STAND_IN_HAZARDS", 2)
+    x, host = torch.empty(1000, device="cuda"), torch.empty(1000, pin_memory=True)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        host.copy_(x, non_blocking=True)
+    del x
+    y = torch.empty(1000, device="cuda")
+    if reads:
+        y.copy_(host, non_blocking=True)
+
+
+def test_what_was_taken_before_it_had_left_is_not_copied_back(tmp_path: Path) -> None:
+    run_fresh_ranks(_spoilt, 1, tmp_path, False)
+    assert "source may have been used again" in said_by_failing(tmp_path, _spoilt, 1, True)
+
+
 def test_memory_that_a_stream_may_still_read_is_not_taken_again(tmp_path: Path) -> None:
     """However soon the copy has ended this time."""
     run_fresh_ranks(_taken_again, 1, tmp_path, True)

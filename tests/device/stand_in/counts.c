@@ -60,7 +60,7 @@ static struct setting {
     [GIBIBYTES] = {"STAND_IN_GIB", 80}, /* of memory, on each device */
     [PATIENCE] = {"STAND_IN_PATIENCE_S", 120}, /* in which something moves, or a step hangs */
     [CONNECTIONS] = {"CUDA_DEVICE_MAX_CONNECTIONS", 0}, /* 0: each stream has its own */
-    [HAZARDS] = {"STAND_IN_HAZARDS", 1}, /* 0: hazards.c finds none */
+    [HAZARDS] = {"STAND_IN_HAZARDS", 1}, /* 2: what copies to the host bring may be spoilt, if nothing is copied from there */
 };
 
 double setting(enum setting_name name)

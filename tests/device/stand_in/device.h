@@ -29,6 +29,7 @@ enum count {
     SENDS,
     RECEPTIONS,
     COMMUNICATORS,
+    SPLITS, /* of one, in which all its ranks take part */
     COUNTS,
 };
 void count(enum count what);
@@ -87,6 +88,7 @@ void clock_to_event(uint64_t *event, int stream, uint64_t place);
 void clock_from_event(int stream, const uint64_t *event);
 void host_knows(const uint64_t *event);
 void note_access(int stream, uint64_t place, const void *begin, size_t size, bool writes, const char *what);
+void note_copy(int stream, uint64_t place, const void *to, const void *from, size_t size);
 void note_taking(int stream, void *begin, size_t size);
 void note_shared_access(struct stream *stream, const void *begin, size_t size, bool writes, const char *what);
 void stream_takes(struct stream *stream, void *begin, size_t size);

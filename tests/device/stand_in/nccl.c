@@ -164,6 +164,7 @@ EXPORTED ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclCom
     uint64_t number = mine->splits;
     int size = 0, me = 0;
     char name[256];
+    count(SPLITS);
     if (number)
         wait_for_members(in, has_read_split, number - 1, "ncclCommSplit");
     mine->color = color;

@@ -229,8 +229,8 @@ static void enqueue(struct stream *stream, struct operation operation)
     operation.steps = 1;
     stream->enqueued++;
     if (operation.kind == COPY)
-        note_access(stream->number, stream->enqueued, operation.from, operation.size, false, "a copy");
-    if (operation.kind == COPY || operation.kind == FILL)
+        note_copy(stream->number, stream->enqueued, operation.to, operation.from, operation.size);
+    if (operation.kind == FILL)
         note_access(stream->number, stream->enqueued, operation.to, operation.size, true, "a copy or fill");
     struct operation *last = stream->last;
     if (operation.kind == KERNELS && last && last->kind == KERNELS && last->order == last_order - 1) {

@@ -16,18 +16,9 @@ from launch.errors import LaunchError
 from launch.trainer.start.run_config import load_run_config
 from megalite.config import Config, load_config
 from megalite.config.suggestions import option_paths
+from tests.helpers.sizes import TINY_SIZES
 
-LLAMA = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 320,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}
+LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]} | TINY_SIZES
 
 
 def config(*words: str) -> str:

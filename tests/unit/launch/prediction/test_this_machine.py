@@ -42,6 +42,7 @@ from megalite.planner.cost.stage_parameters import stages_of
 from megalite.planner.cost.step_time import step_time
 from megalite.planner.hardware import catalogue
 from megalite.units import about
+from tests.helpers.odd_sizes import config_of
 
 MEASURED = {
     "core_flops": {"fp32": 1e11, "bf16": 2e11},
@@ -90,24 +91,22 @@ def four_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Config:
-    return Config.model_validate(
-        {
-            "run_dir": str(tmp_path / "run"),
-            "model": {
-                "vocab_size": 1000,
-                "hidden_size": 256,
-                "intermediate_size": 512,
-                "num_hidden_layers": 4,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 4,
-                "max_position_embeddings": 256,
-            },
-            "data": {"path": "unused"},
-            "parallel": {"pipeline_parallel_size": 2},
-            "training": {"global_batch_size": 8, "micro_batch_size": 2, "sequence_length": 128, "steps": 5},
-        }
-    )
+def config() -> Config:
+    return _config(2)
+
+
+def _config(stages: int) -> Config:
+    training = {"global_batch_size": 8, "micro_batch_size": 2, "sequence_length": 128, "steps": 5}
+    model = {"num_hidden_layers": max(4, stages), "max_position_embeddings": 128}
+    return config_of(model=model, parallel={"pipeline_parallel_size": stages}, training=training)
+
+
+def _calibrate(machine: Machine, home: Path) -> None:
+    own = home / "XDG_CONFIG_HOME" / "megalite" / "hardware.yaml"
+    own.parent.mkdir(parents=True)
+    entry = machine.whole.model_dump(mode="json") | {"efficiency": 0.33, "calibrated_on": "a run"}
+    links = {machine.whole.intra_node: machine.link.model_dump(mode="json")}
+    own.write_text(json.dumps({"accelerators": {machine.name: entry}, "links": links}))
 
 
 def test_gpus_are_found_by_the_words_of_their_names() -> None:
@@ -154,11 +153,7 @@ def test_a_home_that_cannot_be_written_is_no_obstacle(
 
 def test_a_calibrated_cpu_is_taken_from_the_catalogue(four_cores: list[int], tmp_path: Path) -> None:
     measured = describe_machine(2)
-    own = tmp_path / "XDG_CONFIG_HOME" / "megalite" / "hardware.yaml"
-    own.parent.mkdir(parents=True)
-    entry = measured.whole.model_dump(mode="json") | {"efficiency": 0.33, "calibrated_on": "a run"}
-    links = {measured.whole.intra_node: measured.link.model_dump(mode="json")}
-    own.write_text(json.dumps({"accelerators": {measured.name: entry}, "links": links}))
+    _calibrate(measured, tmp_path)
     found = describe_machine(2)
     assert (found.whole.efficiency, found.cluster.accelerator.efficiency) == (0.33, 0.33)
     assert found.cluster.intra_node == measured.cluster.intra_node
@@ -379,23 +374,7 @@ def test_short_limits_of_the_watchdog_are_kept(config: Config) -> None:
 @given(st.integers(2, 64), st.floats(0.25, 16))
 def test_shared_cores_idle_in_less_of_the_bubble(stages: int, ranks_per_core: float) -> None:
     """No less than nothing, no more than all; all of it where each rank has a core of its own."""
-    job = Config.model_validate(
-        {
-            "run_dir": "x",
-            "model": {
-                "vocab_size": 1000,
-                "hidden_size": 64,
-                "intermediate_size": 128,
-                "num_hidden_layers": 64,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 4,
-                "max_position_embeddings": 256,
-            },
-            "data": {"path": "unused"},
-            "parallel": {"pipeline_parallel_size": stages},
-            "training": {"global_batch_size": 8, "micro_batch_size": 2, "sequence_length": 128, "steps": 5},
-        }
-    )
+    job = _config(stages)
     from megalite.planner.hardware import ClusterFile, cluster_of
     from megalite.planner.workload import TrainingWorkload
 
@@ -481,11 +460,7 @@ def test_predictions_are_rough_until_calibrated_and_while_others_compute(
     layout, machine = resolve_layout(config, 2, "cpu"), describe_machine(2)
     _, said = Prediction.of(config, layout, machine).sentences()
     assert re.match(r"predicted: roughly \d+ m?s a step on ", said) and "calibrate" in said
-    own = tmp_path / "XDG_CONFIG_HOME" / "megalite" / "hardware.yaml"
-    own.parent.mkdir(parents=True)
-    entry = machine.whole.model_dump(mode="json") | {"efficiency": 0.33, "calibrated_on": "a run"}
-    links = {machine.whole.intra_node: machine.link.model_dump(mode="json")}
-    own.write_text(json.dumps({"accelerators": {machine.name: entry}, "links": links}))
+    _calibrate(machine, tmp_path)
     _, said = Prediction.of(config, layout, describe_machine(2)).sentences()
     assert "roughly" not in said and "efficiency 0.33, a run" in said
     monkeypatch.setattr(os, "getloadavg", lambda: (7.4, 0.0, 0.0))

@@ -15,15 +15,10 @@ import pytest
 from megalite.config import Config, ConfigError, load_config, resolve_layout
 from megalite.config.rules.known_bad import KNOWN_BAD, Device, KnownBad, check_known_bad, installed_versions, matching
 from megalite.config.rules.rules import OF_DEEPSPEEDS_REDUCTION
+from tests.helpers.sizes import TINY_SIZES
 
 QUICKSTART = Path(__file__).parents[5] / "configs" / "quickstart.yaml"
-MODEL = {
-    "vocab_size": 1000,
-    "hidden_size": 64,
-    "intermediate_size": 172,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 4,
-}
+MODEL = TINY_SIZES | {"hidden_size": 64, "num_hidden_layers": 5}
 
 
 @dataclass(frozen=True)

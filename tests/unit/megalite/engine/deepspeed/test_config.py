@@ -8,17 +8,11 @@ import pytest
 
 from megalite.config import Config, resolve_layout
 from megalite.engine.deepspeed.config import deepspeed_config
+from tests.helpers.sizes import TINY_SIZES
 
 BASE = {
     "run_dir": "unused",
-    "model": {
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    },
+    "model": TINY_SIZES,
     "data": {"path": "unused"},
     "training": {"global_batch_size": 24, "micro_batch_size": 2, "sequence_length": 16, "steps": 5},
 }
