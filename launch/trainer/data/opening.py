@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -194,21 +195,23 @@ def _remedy(config: Config, vocab_size: int) -> str:
 def training_batches(
     data: RunData, config: Config, layout: ResolvedLayout, replica: int, followed: DataPosition
 ) -> Iterator[list[TokenBatch]]:
-    """Yields this replica's micro-batches of each step from a position to the end, prepared ahead in a thread.
+    """Returns this replica's micro-batches of each step from a position to the end, prepared ahead in a thread.
 
     `config` counts its length from where the session started: the loop has that end after a rollback too.
     """
     plan, last_step = _batch_plan(config, layout, replica), config.total_steps
     stretches, consumed = followed.counted(config).batches.stretches, followed.consumed_samples
     ends = [*(stretch.step for stretch in stretches[1:]), last_step]
+    by_stage = []
     for (begin, _, shape, _), end in zip(stretches, ends, strict=True):
         steps = min(end, last_step) - begin
         if steps <= 0:
-            return
+            break
         samples = data.training if shape.parts == 1 else CutSamples(data.training, shape.parts)
         of_stage = replace(plan, global_batch_size=shape.global_batch_size, micro_batch_size=shape.micro_batch_size)
-        yield from prefetched_batches(samples, of_stage, start_consumed=consumed * shape.parts, steps=steps)
+        by_stage.append(prefetched_batches(samples, of_stage, start_consumed=consumed * shape.parts, steps=steps))
         consumed += steps * shape.samples
+    return chain.from_iterable(by_stage)
 
 
 def evaluation_batches(
