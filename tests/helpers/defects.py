@@ -315,7 +315,7 @@ def full_buckets_are_not_reduced() -> None:
 
 def norm_of_the_first_partition() -> None:
     """Each replica adds the squares of the first one's partition, of which it has only its own gradients."""
-    original = PartitionedStep.gradient_norm
+    original = PartitionedStep._measure_norms
 
     def gradient_norm(self: Any) -> Tensor:
         buckets = self.reducer._buckets
@@ -327,7 +327,7 @@ def norm_of_the_first_partition() -> None:
             bucket.partition = partition
         return norm
 
-    PartitionedStep.gradient_norm = gradient_norm  # type: ignore[method-assign]
+    PartitionedStep._measure_norms = gradient_norm  # type: ignore[method-assign]
 
 
 def token_weight_of_the_batch_before() -> None:
