@@ -22,15 +22,14 @@ from megalite.engine.batch_transfer import BatchTransfer, DeviceBatch, MicroBatc
 from megalite.engine.deepspeed.internals import flat_groups
 from megalite.engine.deepspeed.loss_scale import loss_scaler_tensor
 from megalite.engine.deepspeed.process_groups import Grid
-from megalite.engine.deepspeed.step import current_loss_scale, set_batch_size
+from megalite.engine.deepspeed.step import clear_gradient_partitions, current_loss_scale, set_batch_size
 from megalite.engine.initialization import LayerMaker, initialize
 from megalite.engine.optimizers.muon import Muon
 from megalite.engine.reduction.gradient_reduction import GradientReducer
-from megalite.engine.reduction.interface import DeepSpeedReduction, Reduction
 from megalite.engine.reduction.partitioned_step import PartitionedStep, take_over_step
+from megalite.engine.reduction.weight_gathers import WeightGathers
 from megalite.engine.stages import Labels
-from megalite.engine.statistics.expert_bias import ExpertBias
-from megalite.engine.statistics.expert_counts import ExpertCounts
+from megalite.engine.statistics.expert_bias import ExpertBias, ExpertCounts
 from megalite.engine.statistics.source_losses import SourceLosses
 from megalite.engine.step_decision import StepDecision, StepGate
 from megalite.engine.step_participant import StepParticipant
@@ -70,6 +69,8 @@ class Engine(ABC):
         self.deepspeed: Any
         self.torch_optimizer: torch.optim.Optimizer
         self.partitioned_step: PartitionedStep | None = None  # None: DeepSpeed reduces gradients
+        self.reducer: GradientReducer | None = None  # the same
+        self.gathers: WeightGathers | None = None  # None: weights are whole after each step
         self.expert_counts: ExpertCounts | None = None  # None: this rank's blocks have no experts
         self.expert_bias: ExpertBias | None = None
         self.source_losses: SourceLosses | None = None  # None: the data is one text
@@ -81,17 +82,16 @@ class Engine(ABC):
         self.deepspeed, self.torch_optimizer = initialize(model, self.config, self.layout, self._grid, self._tp)
         is_ours, device = self.config.reduces_beside_backward, self.deepspeed.device
         self.decision = StepDecision(self.deepspeed, self._tp, may_be_late=is_ours)
-        self.reduction: Reduction = DeepSpeedReduction(self.deepspeed.optimizer)
         if is_ours:
             trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
             self.partitioned_step = take_over_step(
                 self.deepspeed, trained, self.config, self.activity, self._tp, self.decision
             )
-            self.reduction = self.partitioned_step.reducer
+            self.reducer = self.partitioned_step.reducer
         if isinstance(self.torch_optimizer, Muon):
             groups = flat_groups(self.deepspeed.optimizer)
             self.torch_optimizer.connect(groups, self.data_parallel_group(), self._tp)
-        self._participants: list[StepParticipant] = [] if self.tied_weight is None else [self.tied_weight]
+        self._participants: list[StepParticipant] = []
         self.balances = list(expert_balances(model))
         if self.balances:
             self.expert_counts = ExpertCounts(self.balances, device)
@@ -101,6 +101,10 @@ class Engine(ABC):
         if self.config.data.sources:
             self.source_losses = SourceLosses(len(self.config.data.sources), device)
             self._participants.append(self.source_losses)
+        if is_ours and self.mesh.data_parallel_size > 1:
+            at_once = [] if self.tied_weight is None else [self.tied_weight.weight]
+            self.gathers = WeightGathers(self.deepspeed.optimizer, model, self.activity, at_once)
+        self._participants += [each for each in (self.gathers, self.tied_weight) if each is not None]
         self._transfer = BatchTransfer(device, has_dropout=self.config.model.has_dropout)
         self.runs_ahead = device.type == "cuda"
 
@@ -108,14 +112,9 @@ class Engine(ABC):
         """Lets this rank's routers choose with a bias, zeros until it is loaded or moved by a step."""
         if self.expert_counts is not None and self.expert_bias is None:
             replicas = self.data_parallel_group() if self.mesh.data_parallel_size > 1 else None
-            rate, counts = self.config.training.router.bias_rate, self.expert_counts.chosen
-            self.expert_bias = ExpertBias(self.balances, rate, replicas, counts, self.activity)
+            rate = self.config.training.router.bias_rate
+            self.expert_bias = ExpertBias(self.expert_counts, rate, replicas, self.activity)
             self._participants.append(self.expert_bias)
-
-    @property
-    def reducer(self) -> GradientReducer | None:
-        """The reducer of gradients; None if DeepSpeed reduces them."""
-        return None if self.partitioned_step is None else self.partitioned_step.reducer
 
     @property
     @abstractmethod
@@ -193,8 +192,7 @@ class Engine(ABC):
     ) -> StepResult:
         """Runs one optimizer step over this replica's micro-batches; an empty sequence where `needs_data` is False.
 
-        A step whose loss or gradients are not finite changes nothing, nor does one that `gate` refuses. One without any
-        valid token has loss and gradient 0 and is taken: AdamW's moments decay, and momentum and decay move weights.
+        A step whose loss or gradients are not finite changes nothing, nor does one that `gate` refuses.
         """
         self.activity.begin_phase(Phase.STEP)
         for group in self.torch_optimizer.param_groups:
@@ -205,17 +203,21 @@ class Engine(ABC):
         loss_scaler = loss_scaler_tensor(optimizer) if is_scaled else None  # which the step moves
         for participant in self._participants:
             participant.begin_step(micro_batches)
-        self.reduction.begin(self.micro_batches)
+        if self.reducer is None:
+            clear_gradient_partitions(optimizer)
+        else:
+            self.reducer.begin(self.micro_batches)
         micro_losses = self._accumulate_gradients(self._transfer(micro_batches), weight)
-        self.reduction.finish()
+        if self.reducer is not None:
+            self.reducer.finish()
         global_losses = cache(partial(self._reduced_losses, micro_losses))  # collective; the gate may ask first
         with self.decision.about(gate, lambda: global_losses()[0]):
             self.activity.record_op(Operation.OPTIMIZER, peers=self.activity.peers.everyone)
             self.deepspeed.step()  # runs `PartitionedStep` where `take_over_step` has put it in the optimizer's place
-        for participant in self._participants:
-            participant.after_step(self.decision)
         self.activity.record_op(Operation.LOSS, peers=self._loss_peers)
         (loss, by_source), norm = global_losses(), self.deepspeed.get_global_grad_norm()
+        for participant in self._participants:  # behind the loss, which would wait for the gathers of weights
+            participant.after_step(self.decision)
         usage = None if self.expert_counts is None else self.expert_counts.usage
         readback = Readback(loss, norm, self.decision.skipped, usage, by_source, loss_scaler)
         self.activity.record_op(Operation.FINISH, peers=self.activity.peers.everyone)
@@ -255,7 +257,9 @@ class Engine(ABC):
         return loss
 
     def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """This rank's parameters by canonical path, in the same order on ranks with the same layers."""
+        """This rank's parameters by canonical path, whole, in the same order on ranks with the same layers."""
+        if self.gathers is not None:
+            self.gathers.settle()
         yield from named_shards(self.deepspeed.module)
 
     def trained_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:

@@ -8,7 +8,7 @@ the gradients itself; there the gate is asked at the place of DeepSpeed's own qu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -81,11 +81,9 @@ class StepDecision:
         self._gate, self._loss, self._loss_on_host = gate, loss, None
         self.refused, self.skipped_on_device = False, None
         before = self._engine.skipped_steps
-        if gate is None or self.is_late(gate):
+        is_asked = gate is not None and not self.is_late(gate)
+        with asking_first(self._engine.optimizer, self._refuses) if is_asked else nullcontext():
             yield
-        else:
-            with asking_first(self._engine.optimizer, self._refuses):
-                yield
         self.left_out = self._engine.skipped_steps > before
 
     def by_norm(self, norm: Tensor) -> tuple[bool, Tensor | None]:

@@ -84,6 +84,7 @@ OPERATION_PHRASES = {
     Operation.OPTIMIZER: ("in the optimizer step for {r}", "in the optimizer step"),
     Operation.LOSS: ("to average the loss with {r}", "averaging the loss"),
     Operation.BALANCE_EXPERTS: ("to count the choices of experts with {r}", "moving the bias of the experts' choice"),
+    Operation.GATHER_WEIGHTS: ("to gather weights with {r}", "gathering weights"),
     Operation.UNITE_TIED_WEIGHTS: ("to share tied weights with {r}", "sharing tied weights"),
     Operation.FINISH: ("at the end of the step for {r}", "waiting for its device at the end of the step"),
 }

@@ -55,6 +55,7 @@ class Operation(StrEnum):
     REDUCE_TIED_GRADIENTS = "reduce_tied_gradients"
     REDUCE_GRADIENTS = "reduce_gradients"
     OPTIMIZER = "optimizer"
+    GATHER_WEIGHTS = "gather_weights"
     BALANCE_EXPERTS = "balance_experts"  # the bias of their choice
     LOSS = "loss"
     UNITE_TIED_WEIGHTS = "unite_tied_weights"
@@ -98,7 +99,7 @@ class Note(NamedTuple):
     step: int
     phase: Phase
     operation: Operation
-    micro_batch: int | None  # of this replica and step, from 1; of a reduction of gradients the number of the bucket
+    micro_batch: int | None  # of this replica and step, from 1; of a collective of a bucket its number
     peers: tuple[int, ...]  # the global ranks that it may wait for; may contain the rank itself
     chunk: int | None = None  # position in the model, from 0, of the chunk that computes, or that uses a message
 

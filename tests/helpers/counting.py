@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megalite.config import ModelConfig
-from megalite.engine.statistics.expert_counts import ExpertCounts
+from megalite.engine.statistics.expert_bias import ExpertCounts
 from megalite.parallel.collectives import TensorParallel
 from megalite.parallel.expert_balance import ExpertBalance, PlacedBalance
 from megalite.parallel.layers import BlockInput, Recompute

@@ -10,7 +10,7 @@ import torch
 
 from megalite.config import ModelConfig
 from megalite.config.sections import RouterConfig
-from megalite.engine.statistics.expert_counts import ExpertCounts
+from megalite.engine.statistics.expert_bias import ExpertCounts
 from megalite.parallel.collectives import TensorParallel
 from megalite.parallel.deferred_weight_gradients import put_off_weight_gradients, root_of_weight_gradients
 from megalite.parallel.expert_balance import PlacedBalance

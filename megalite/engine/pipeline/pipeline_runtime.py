@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalite.engine.pipeline.handover import Handover
-from megalite.engine.pipeline.stage_messages import MessageLayout, Transport
+from megalite.engine.pipeline.stage_messages import MessageLayout, PipelineGroups
 from megalite.engine.stages import Chunk, Labels
 from megalite.parallel.deferred_weight_gradients import PutOffProduct, WeightGradientQueue, root_of_weight_gradients
 from megalite.parallel.layers import BlockInput
@@ -31,7 +31,7 @@ class StageContext:
 
     chunks: Mapping[int, Chunk]  # of this rank, by position in the model
     last_position: int  # of the model
-    transport: Transport
+    transport: PipelineGroups
     handover: Handover
     activity: Activity
     ranks: Sequence[int]  # the global rank of each stage of this pipeline

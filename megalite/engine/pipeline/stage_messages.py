@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -69,16 +68,6 @@ class MessageLayout:
         return -(-sum(8 * math.prod(shape) for shape in self._riders) // 16) * 16
 
 
-class Transport(Protocol):
-    """Carries messages: those of an ordered pair of stages arrive in the order in which they were sent."""
-
-    def send(self, message: Message, tensor: Tensor) -> dist.Work:
-        """Begins to send `tensor`, which must stay as it is until the work is done."""
-
-    def receive(self, message: Message, tensor: Tensor) -> dist.Work:
-        """Begins to receive into `tensor`."""
-
-
 class PipelineGroups:
     """The process groups of one pipeline's messages: in each a rank sends to one neighbour, or receives from one.
 
@@ -117,14 +106,14 @@ class PipelineGroups:
         return self._groups[self._kind_of[source, target]]
 
     def send(self, message: Message, tensor: Tensor) -> dist.Work:
-        """See `Transport`."""
+        """Begins to send `tensor`, which must stay as it is until the work is done."""
         group = self._group(message.source, message.target)
         work = dist.isend(tensor, dst=self.ranks[message.target], group=group)
         assert work is not None
         return work
 
     def receive(self, message: Message, tensor: Tensor) -> dist.Work:
-        """See `Transport`."""
+        """Begins to receive into `tensor`."""
         group = self._group(message.source, message.target)
         work = dist.irecv(tensor, src=self.ranks[message.source], group=group)
         assert work is not None

@@ -52,7 +52,7 @@ class PartitionedStep:
         if is_taken:
             self._update(norm, scale, found_inf)
         self.reducer.release()
-        if not optimizer.overflow:  # after a skip on the device the same weights are shared once more
+        if dist.get_world_size(optimizer.dp_process_group) == 1 and not optimizer.overflow:  # else `WeightGathers`
             optimizer.update_lp_params()
 
     def _update(self, norm: Tensor, scale: Tensor | float, found_inf: Tensor | None) -> None:

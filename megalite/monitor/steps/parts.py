@@ -61,6 +61,7 @@ OF_OPERATION = {
     Operation.OPTIMIZER: "optimizer",
     Operation.BALANCE_EXPERTS: "optimizer",
     Operation.LOSS: "loss",
+    Operation.GATHER_WEIGHTS: "weights_sync",
     Operation.UNITE_TIED_WEIGHTS: "weights_sync",
 } | dict.fromkeys([*SENDS, *RECEPTIONS, *AWAITED_SENDS], "pipeline_transfer")
 HOLDS_COLLECTIVES = frozenset({"forward", "backward", "optimizer", "other"})

@@ -93,17 +93,6 @@ def test_bf16_divides_the_engines_own_output_though_told_not_to() -> None:
     assert plain == pytest.approx(expected / 4, rel=OF_BF16), "fixed in DeepSpeed: handover.backward need not multiply"
 
 
-def _collectives(rank: int, dtype: str) -> dict[str, float]:
-    """How many numbers are summed over the ranks in two backwards, and in the step; and the norm."""
-    engine, sizes = _engine(1, dtype), []
-    dist.all_reduce = _counted(dist.all_reduce, sizes)
-    for number in (1 + rank, 3):
-        _backward(engine, number)
-    in_backward = _weights_in(sizes)
-    norm = _stepped(engine)
-    return {"backward": in_backward, "step": _weights_in(sizes), "norm": norm}
-
-
 def _counted(collective: Callable[..., Any], sizes: list[int]) -> Callable[..., Any]:
     def called(tensor: Tensor, *arguments: Any, **options: Any) -> Any:
         sizes.append(tensor.numel())
@@ -119,15 +108,6 @@ def _weights_in(sizes: list[int]) -> float:
     return total
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_backward_only_accumulates_and_zero_1_reduces_once_in_the_step(dtype: str) -> None:
-    rounding = OF_BF16 if dtype == "bf16" else OF_ROUNDING
-    for seen in run_fresh_ranks(_collectives, 2, dtype):
-        # partitions are padded to the alignment of collectives, which these tiny weights feel
-        assert (seen["backward"], round(seen["step"])) == (0, 1)
-        assert seen["norm"] == pytest.approx(_norm([(1 + 2) / 2, 3], parts=2), rel=rounding)
-
-
 def _second_step(rank: int, zero: int, is_offloaded: bool, is_cleared: bool) -> float:
     """The norm of a second step whose first backward touches one weight, and whose second the other one."""
     offload = {"offload_optimizer": {"device": "cpu"}} if is_offloaded else {}
@@ -140,11 +120,6 @@ def _second_step(rank: int, zero: int, is_offloaded: bool, is_cleared: bool) -> 
     _backward(engine, 4, used=(0,))
     _backward(engine, 4, used=(1,))
     return _stepped(engine)
-
-
-def test_zero_1_begins_each_step_at_zero() -> None:
-    (norm,) = run_fresh_ranks(_second_step, 1, 1, False, False)
-    assert norm == pytest.approx(_norm([4], parts=2), rel=OF_ROUNDING)
 
 
 def test_zero_3_adds_to_the_step_before_what_the_first_backward_does_not_touch() -> None:
@@ -229,21 +204,3 @@ def test_zero_1_cuts_flat_groups_into_equal_parts_by_rank(dtype: str) -> None:
             "sums": dtype == "bf16",
             "shared": True,
         }
-
-
-def _outcomes(rank: int, dtype: str) -> list[tuple[float, int]]:
-    """Norm and skipped steps, as the engine tells them, behind steps with these norms."""
-    engine, seen = _engine(1, dtype), []
-    seams.take_over_reduction(engine)
-    for norm in (3.0, float("inf"), float("nan"), 2.0):
-        engine.optimizer.step = lambda norm=norm: step_seams.takes_step(engine.optimizer, torch.tensor(norm), norm)
-        _backward(engine, 1)
-        seen.append((_stepped(engine), engine.skipped_steps))
-    return seen
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_the_engine_counts_and_tells_what_takes_step_decides(dtype: str) -> None:
-    """runtime/engine.py reads `overflow` and `_global_grad_norm` of the optimizer behind its step."""
-    (seen,) = run_fresh_ranks(_outcomes, 1, dtype)
-    assert seen == [(3.0, 0), (float("inf"), 1), (float("inf"), 2), (2.0, 2)]

@@ -1,27 +1,18 @@
-"""Gradient norms, evaluation and logits under every schedule, and a rank that is killed in the middle of a step.
+"""Gradient norms, evaluation and logits under every schedule.
 
 The reference is the same model on one process; that one is right is shown by `tests/ranks/launch/parity`.
 """
 
 from __future__ import annotations
 
-import os
-import signal
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from megalite.checkpoint.engine_state import load_engine
-from megalite.checkpoint.manifest import find_latest
-from megalite.checkpoint.reader import CheckpointReader
-from megalite.engine.pipeline.pipeline_runtime import ProgramRun
-from megalite.schedules.program import Compute
-from tests.helpers.engine_cases import Batch, Case, assemble, engine_of, global_batches, local_weights, micro_batches_of
-from tests.helpers.rank_pool import RankFailure, run_fresh_ranks, run_ranks
-from tests.helpers.saving import save
+from tests.helpers.engine_cases import Batch, Case, engine_of, global_batches, micro_batches_of
+from tests.helpers.rank_pool import run_ranks
 
 # a weight on two stages, and a key/value head that two tensor-parallel ranks share
 MODEL = {"tie_word_embeddings": True, "num_key_value_heads": 1}
@@ -82,55 +73,3 @@ def test_norms_evaluation_and_logits_under_every_schedule(cases: list[Case]) -> 
             for logits in found:
                 assert logits.shape == truth.shape
                 assert np.abs(logits - truth).max() <= 1e-4 * np.abs(truth).max(), case
-
-
-def _train_and_die(rank: int, case: Case, root: Path) -> None:
-    """Saves after two steps; in the third the last rank is killed between the backward passes of two micro-batches."""
-    engine = engine_of(case)
-    for number, batch in enumerate(global_batches(case)[:3]):
-        if number == 2:
-            save(engine, root, 2)
-            if rank == case.world_size - 1:
-                _let_die_in_backward(1)
-        engine.train_step(micro_batches_of(engine, case, batch), case.learning_rate)
-
-
-def _let_die_in_backward(micro_batch: int) -> None:
-    original = ProgramRun._backward
-
-    def backward(self: Any, action: Compute) -> None:
-        if action.micro_batch == micro_batch:
-            os.kill(os.getpid(), signal.SIGKILL)
-        original(self, action)
-
-    ProgramRun._backward = backward  # type: ignore[method-assign]
-
-
-def _go_on(rank: int, case: Case, folder: Path | None) -> dict[str, Any]:
-    """Steps after the checkpoint, or all of them without one."""
-    engine = engine_of(replace(case, seed=case.seed + (folder is not None)))
-    if folder is not None:
-        load_engine(engine, CheckpointReader(folder), weights_only=False)
-    numbers = []
-    for batch in global_batches(case)[0 if folder is None else 2 :]:
-        result = engine.train_step(micro_batches_of(engine, case, batch), case.learning_rate)
-        numbers.append((float(result.loss), float(result.grad_norm)))
-    return {"numbers": numbers[-2:], "weights": local_weights(engine)}
-
-
-@pytest.mark.slow
-def test_a_run_killed_in_the_middle_of_a_step_goes_on_under_another_schedule(tmp_path: Path) -> None:
-    """Nothing of a step that did not end is in the checkpoint, and nothing of a schedule."""
-    case = replace(SERIAL, pp=2, schedule="zero-bubble", steps=4)
-    with pytest.raises(RankFailure):
-        run_fresh_ranks(_train_and_die, 2, case, tmp_path)
-    folder = find_latest(tmp_path)[0]
-    assert folder is not None
-    whole = run_ranks(_go_on, 1, replace(SERIAL, steps=4), None)
-    for other in (replace(case, schedule="dualpipev", zero=2), replace(case, schedule="interleaved")):
-        resumed = run_ranks(_go_on, 2, other, folder)
-        for rank in resumed:
-            assert rank["numbers"] == [pytest.approx(step, rel=2e-5) for step in whole[0]["numbers"]], other
-        weights = assemble(resumed)
-        for name, value in assemble(whole).items():
-            assert np.abs(weights[name] - value).max() <= 1e-2 * 4 * case.learning_rate, f"{other}: {name}"

@@ -24,7 +24,7 @@ from megalite.parallel.mesh import Mesh
 from megalite.parallel.shard import Shard
 from megalite.tracing.activity import Activity, Operation, Phase
 from tests.helpers.engine_cases import Case, engine_of, global_batches, micro_batches_of
-from tests.helpers.rank_pool import RankFailure, run_fresh_ranks, run_ranks
+from tests.helpers.rank_pool import run_ranks
 
 EXPERTS = {"num_experts": 6, "moe_intermediate_size": 30, "mlp_only_layers": [0]}
 TIED = {"tie_word_embeddings": True}
@@ -173,37 +173,6 @@ def _begun(activity: Activity) -> int:
     return max((note.micro_batch or 0 for note in reducing if note.phase_number == now), default=0)
 
 
-def _orders(rank: int, case: Case) -> dict[str, Any]:
-    """The bucket reductions of a step: those begun when each parameter's gradient came, and all that were noted."""
-    engine = engine_of(case)
-    parameters, begun = dict(engine.parameters()), []
-    first = next(iter(parameters))  # the embedding, where backward ends
-
-    def count(gradient: Tensor) -> None:
-        begun.append(_begun(engine.activity))
-
-    parameters[first].register_hook(count)
-    engine.train_step(micro_batches_of(engine, case, global_batches(case)[0]), 1e-3)
-    notes = [(note.operation.value, note.micro_batch, note.peers) for note in engine.activity.notes()]
-    return {"begun": begun, "notes": notes, "buckets": len(engine.torch_optimizer.param_groups)}
-
-
-def test_reductions_begin_while_the_last_backward_runs() -> None:
-    """All buckets but the embedding's are on their way before backward reaches it, none in an earlier micro-batch; each
-    the last is noted with its number and the ranks it needs, so that the watchdog can name it."""
-    case = Case(dp=2, accumulation=2, bucket=12001, dtype="bf16")
-    for seen in run_ranks(_orders, 2, case):
-        assert seen["buckets"] > 3
-        assert seen["begun"] == [0, seen["buckets"] - 1]
-        reduced = [(number, peers) for operation, number, peers in seen["notes"] if operation == "reduce_gradients"]
-        in_the_end = (seen["buckets"], (0, 1))  # it waits for all of them
-        assert reduced == [in_the_end, in_the_end], "of buckets that follow each other the last is kept"
-        during = [operation for operation, *_ in seen["notes"]]
-        last_backward = during.index("backward", during.index("load", during.index("load") + 1))
-        assert during.index("reduce_gradients") > last_backward
-        assert during.index("optimizer") == len(during) - 1 - during[::-1].index("reduce_gradients") + 1
-
-
 class _Alone:
     """A reducer of three parameters in three buckets, without an engine."""
 
@@ -329,23 +298,6 @@ def test_a_gradient_that_never_comes_is_named() -> None:
     _, said = run_ranks(_too_few, 2)
     assert "gradients of 1 parameters never came in this step, first that of layers.2.weight of shape (3,)" in said
     assert "backward brought 1 of the 2 that" in said
-
-
-def _one_too_few() -> None:
-    """Each bucket is reduced one micro-batch early."""
-    begin = GradientReducer.begin
-    GradientReducer.begin = lambda self, count: begin(self, count - 1)  # type: ignore[method-assign]
-
-
-def _trained(rank: int, case: Case, defect: Callable[[], None]) -> float:
-    defect()
-    engine = engine_of(case)
-    return float(engine.train_step(micro_batches_of(engine, case, global_batches(case)[0]), 1e-3).grad_norm)
-
-
-def test_a_bucket_reduced_before_its_last_gradient_is_named() -> None:
-    with pytest.raises(RankFailure, match="came after its bucket was reduced"):
-        run_fresh_ranks(_trained, 2, Case(dp=2, accumulation=3), _one_too_few)
 
 
 def _wide(rank: int) -> list[list[float]]:
