@@ -156,10 +156,9 @@ class Config(Section):
     def reduces_beside_backward(self) -> bool:
         """True if engine/reduction reduces the gradients of a run, and not DeepSpeed.
 
-        ZeRO-3 takes gradients apart where it takes weights apart. An offloaded optimizer takes them from buffers that
-        DeepSpeed fills while it reduces.
+        ZeRO-3 takes gradients apart where it takes weights apart.
         """
-        return self.parallel.zero_stage < 3 and not self.is_optimizer_offloaded
+        return self.parallel.zero_stage < 3
 
     @property
     def batches(self) -> BatchSchedule:

@@ -22,7 +22,7 @@ from megalite.engine.batch_transfer import BatchTransfer, DeviceBatch, MicroBatc
 from megalite.engine.deepspeed.internals import flat_groups
 from megalite.engine.deepspeed.loss_scale import loss_scaler_tensor
 from megalite.engine.deepspeed.process_groups import Grid
-from megalite.engine.deepspeed.step import clear_gradient_partitions, current_loss_scale, set_batch_size
+from megalite.engine.deepspeed.step import clear_gradient_partitions, current_loss_scale
 from megalite.engine.initialization import LayerMaker, initialize
 from megalite.engine.optimizers.muon import Muon
 from megalite.engine.reduction.gradient_reduction import GradientReducer
@@ -60,11 +60,9 @@ class Engine(ABC):
             sums_parameters_at_step=config.reduces_beside_backward,
         )
         self._make = LayerMaker(config, layout, self._grid)
-        # DeepSpeed's ZeRO-2 and ZeRO-3 reduce gradients as they come; ZeRO-3 gathers weights on the way
-        peers, zero_stage = activity.peers, layout.zero_stage
-        self._forward_peers = peers.stage if zero_stage == 3 else peers.tensor
-        is_reducing = zero_stage > 1 and not config.reduces_beside_backward
-        self._backward_peers = peers.stage if is_reducing else peers.tensor
+        peers = activity.peers
+        # ZeRO-3 gathers weights on the way, and DeepSpeed reduces its gradients as they come
+        self._forward_peers = self._backward_peers = peers.stage if layout.zero_stage == 3 else peers.tensor
         self.tied_weight: TiedWeight | None = None  # whose copy another rank holds, or the copy
         self.deepspeed: Any
         self.torch_optimizer: torch.optim.Optimizer
@@ -81,7 +79,8 @@ class Engine(ABC):
         """Completes the engine; a subclass calls it once, when it has its modules and knows `tied_weight`."""
         self.deepspeed, self.torch_optimizer = initialize(model, self.config, self.layout, self._grid, self._tp)
         is_ours, device = self.config.reduces_beside_backward, self.deepspeed.device
-        self.decision = StepDecision(self.deepspeed, self._tp, may_be_late=is_ours)
+        may_be_late = is_ours and not self.config.is_optimizer_offloaded
+        self.decision = StepDecision(self.deepspeed, self._tp, may_be_late=may_be_late)
         if is_ours:
             trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
             self.partitioned_step = take_over_step(
@@ -173,7 +172,8 @@ class Engine(ABC):
             return
         self.shape = shape
         self.activity.batch_changes += 1
-        set_batch_size(self.deepspeed, shape.global_batch_size, shape.micro_batch_size)
+        self.deepspeed.set_train_micro_batch_size(shape.micro_batch_size)
+        self.deepspeed.set_train_batch_size(shape.global_batch_size)
 
     def data_parallel_group(self) -> dist.ProcessGroup:
         """Returns the group of the ranks that hold what this one holds, one per replica."""

@@ -134,7 +134,7 @@ class TrainingWorkload:
     @property
     def reduces_beside_backward(self) -> bool:
         """True if gradients are reduced bucket by bucket while backward runs (engine/reduction)."""
-        return self.stack.replicas == "deepspeed" and self.layout.zero_stage < 3 and not self.offloads_optimizer
+        return self.stack.replicas == "deepspeed" and self.layout.zero_stage < 3
 
     @property
     def reductions(self) -> int:

@@ -73,12 +73,6 @@ def problems_with_pipeline(config: Config, replicas: int | None) -> Iterator[str
     legal_chunks = FEWEST_CHUNKS[schedule] if about_chunks else chunks  # those that the sentence before asks for
     if stages * legal_chunks > config.model.num_hidden_layers:
         yield _too_few_layers(stages, legal_chunks, config.model.num_hidden_layers)
-    if zero == 2 and config.is_optimizer_offloaded and schedule != "1f1b":
-        yield (
-            f"parallel.zero_stage 2 with an offloaded optimizer computes wrong gradients under pipeline_schedule "
-            f"{schedule}, in whose first backward of a step not all weights take part: use zero_stage 1, "
-            "pipeline_schedule 1f1b, or offload.optimizer none"
-        )
     if zero == 3 and schedule in SPLITS_BACKWARD:
         yield (
             f"parallel.zero_stage 3 does not go with pipeline_schedule {schedule}, which computes gradients of weights "

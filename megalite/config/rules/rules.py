@@ -156,22 +156,12 @@ def _monitor(config: Config, device: Device | None) -> Iterator[str]:
 
 
 def _gradient_reduction(config: Config) -> Iterator[str]:
-    zero, dtype = config.deepspeed.get("zero_optimization", {}), config.precision.dtype
-    is_ours = config.reduces_beside_backward
-    if is_ours or config.parallel.zero_stage < 2:
-        unused = OF_DEEPSPEEDS_REDUCTION if is_ours else ["overlap_comm"]
-        when = "by megalite while backward runs" if is_ours else "after backward"
-        for key in filter(zero.get, unused):
+    if config.reduces_beside_backward:
+        for key in filter(config.deepspeed.get("zero_optimization", {}).get, OF_DEEPSPEEDS_REDUCTION):
             yield (
                 f"deepspeed.zero_optimization.{key} has no effect with parallel.zero_stage "
-                f"{config.parallel.zero_stage}, whose gradients are summed {when}: remove it"
+                f"{config.parallel.zero_stage}, whose gradients are summed by megalite while backward runs: remove it"
             )
-    reduction = config.precision.reduction_dtype
-    if zero.get("reduce_scatter") and config.parallel.zero_stage == 2 and not is_ours and reduction != dtype:
-        yield (
-            f"deepspeed.zero_optimization.reduce_scatter true makes ZeRO-2 divide gradients in {dtype} before it sums "
-            f"them in {reduction}: remove it"
-        )
 
 
 def _offload(config: Config) -> Iterator[str]:

@@ -17,15 +17,14 @@ OFFLOADS = ("offload_param", "offload_optimizer")
 
 def deepspeed_config(config: Config, layout: ResolvedLayout) -> dict[str, Any]:
     """Returns the configuration for `deepspeed.initialize`, with the user's `deepspeed` section merged in."""
-    precision, training, reduction = config.precision, config.training, config.precision.reduction_dtype
+    precision, training = config.precision, config.training
     ours: dict[str, Any] = {
         "train_batch_size": training.global_batch_size,
         "train_micro_batch_size_per_gpu": training.micro_batch_size,
         "gradient_accumulation_steps": layout.gradient_accumulation_steps,
         "gradient_clipping": training.gradient_clipping,  # 0 before 0.19.3, 1 since
-        # by default the format of the weights: BF16_Optimizer would round its fp32 sums to bf16, also those of a single
-        # replica, and ZeRO-2 and ZeRO-3 would sum every micro-batch's gradients in bf16
-        "communication_data_type": reduction,
+        # by default the format of the weights: ZeRO-3 would sum every micro-batch's gradients in bf16
+        "communication_data_type": precision.reduction_dtype,
         # `backward` adds gradients up, and `step`, which is called once per optimizer step, uses them: a stage of a
         # pipeline hands over its gradients in as many parts as its schedule has, and none has to be called the last
         "managed_gradient_accumulation": False,
@@ -41,15 +40,12 @@ def deepspeed_config(config: Config, layout: ResolvedLayout) -> dict[str, Any]:
         "zero_optimization": {
             "stage": layout.zero_stage,
             # where the gradients are reduced by us, its buffer would only take memory
-            "contiguous_gradients": layout.zero_stage > 1 and not config.reduces_beside_backward,
-            # with it stage 2 divides by the number of replicas before it widens gradients for the sum, and rounds those
-            # of three; 0.19.8 moves the same bytes without it
-            "reduce_scatter": layout.zero_stage != 2 or reduction == precision.dtype,
+            "contiguous_gradients": layout.zero_stage == 3,
+            "reduce_scatter": True,
             # the buffers of DeepSpeed's default (5e8) would be 2 GB each
             "reduce_bucket_size": config.parallel.gradient_bucket_size,
             "allgather_bucket_size": -(-config.parallel.gradient_bucket_size // 2) * 2,  # an odd one is refused
-            # with it stage 2 would free large gradients while they are summed, for little gain (docs/design.md); stage
-            # 3 keeps them, and without it would gather weights on the stream that computes
+            # without it stage 3 would gather weights on the stream that computes
             "overlap_comm": layout.zero_stage == 3,
             # stage 3 gathers ahead what followed when it last recorded a pass; in a pipeline another chunk's pass does,
             # and weights that nobody waits for are gathered again: 5.3 times instead of 4 where that was counted

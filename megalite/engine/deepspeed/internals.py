@@ -200,7 +200,8 @@ def take_over_reduction(engine: Any) -> tuple[list[FlatGroup], Any]:
     Without `enable_backward_allreduce` neither `backward` nor `step` (runtime/engine.py) reduces. The hooks of
     BF16_Optimizer and DeepSpeedZeroOptimizer, `_grad_acc_hooks`, only add gradients to sums of their own;
     `clear_hp_grads` would write zeros over BF16_Optimizer's sums twice in a step, and
-    `finalize_gradient_accumulation_boundary` look for ZeRO-2's gradients where there are none.
+    `finalize_gradient_accumulation_boundary` look for ZeRO-2's gradients where there are none. An offloaded optimizer
+    has buffers for them, and by `contiguous_gradients` would get one more in each backward.
     """
     optimizer = engine.optimizer
     engine.enable_backward_allreduce = False
@@ -210,6 +211,9 @@ def take_over_reduction(engine: Any) -> tuple[list[FlatGroup], Any]:
         optimizer.clear_hp_grads = lambda: None
         optimizer._update_scale = lambda has_overflow: None  # it has no loss scale, and is asked like the others
     optimizer.finalize_gradient_accumulation_boundary = lambda: None
+    if getattr(optimizer, "cpu_offload", False):
+        optimizer.contiguous_gradients, optimizer.param_buffer_of_bit16_for_cpu_offload_groups = False, []
+        optimizer.temp_grad_buffer_for_cpu_offload = optimizer.temp_grad_buffer_for_gpu_offload = None
     return flat_groups(optimizer), optimizer.dp_process_group
 
 

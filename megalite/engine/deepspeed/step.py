@@ -38,28 +38,12 @@ def backward(engine: Any, loss: torch.Tensor) -> None:
     engine.backward(loss * 1.0, scale_wrt_gas=False)
 
 
-def set_batch_size(engine: Any, global_batch_size: int, micro_batch_size: int) -> None:
-    """Tells an engine and its optimizer of steps of another size.
-
-    `set_train_batch_size` (runtime/engine.py) leaves out the copy in stage_1_and_2.py, by which an offloaded optimizer
-    decides whether a step's gradients are in the memory of the host when it takes their norm, and that in stage3.py.
-    """
-    engine.set_train_micro_batch_size(micro_batch_size)
-    engine.set_train_batch_size(global_batch_size)
-    if hasattr(engine.optimizer, "gradient_accumulation_steps"):
-        engine.optimizer.gradient_accumulation_steps = engine.gradient_accumulation_steps()
-
-
 def clear_gradient_partitions(optimizer: Any) -> None:
     """Clears what a step before may have left of its gradients, to which the next one would add.
 
     `partition_grads` (runtime/zero/stage3.py) overwrites gradients in the first backward of a step and adds to them in
-    the others: a parameter that the first one does not touch would keep the gradient of the step before. The fp32 sums
-    of an offloaded optimizer (runtime/zero/stage_1_and_2.py) are dropped by a step that is taken, not by one that
-    overflows, and no step after it would be finite.
+    the others: a parameter that the first one does not touch would keep the gradient of the step before.
     """
-    if getattr(optimizer, "cpu_offload", False):
-        optimizer.averaged_gradients = dict.fromkeys(optimizer.averaged_gradients)
     for partition in getattr(optimizer, "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition", {}).values():
         partition.zero_()
 

@@ -2,7 +2,8 @@
 
 Each rank works on its own partition alone: the norm, clipping and the update read no number that another replica owns.
 A step that is not finite is skipped on the device: the torch optimizer is given `grad_scale`, by which it divides the
-gradients, and `found_inf`, 1 if it must change nothing, as torch.amp.GradScaler gives them to fused optimizers.
+gradients, and `found_inf`, 1 if it must change nothing, as torch.amp.GradScaler gives them to fused optimizers. Where
+the optimizer is on the host, the host decides.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ class PartitionedStep:
         """`clipping` is the largest norm that is left alone, 0 for none."""
         self._optimizer, self.reducer, self._decision, self._clipping = optimizer, reducer, decision, clipping
         self._tensor_rank = tensor_rank
+        # DeepSpeed keeps pinned memory for the gradients of an optimizer on the host
+        self._on_host = [flat.grad for flat in flat_partitions(optimizer) if flat.grad is not None]
         self._counts: Tensor | None = None  # 1 or 0 for each of the norm's parts, the same in every step
         self.parts: list[nn.Parameter] = []  # the parameter of each of the norm's parts
         self.part_norms: Tensor | None = None  # of the last step; None on a rank without a part
@@ -63,12 +66,23 @@ class PartitionedStep:
             divisor = torch.ones_like(norm) * scale
         if self._clipping:
             divisor = ((norm + 1e-6) / self._clipping).clamp(min=1.0) * scale
+        if self._on_host:
+            return self._update_on_host(self._on_host, divisor)
         torch_optimizer.grad_scale, torch_optimizer.found_inf = divisor, found_inf
         for weights, gradient in zip(partitions, self.reducer.partitions, strict=True):
             weights.grad = gradient
         torch_optimizer.step()
-        for weights in partitions:
-            weights.grad = None
+        torch_optimizer.zero_grad()
+
+    def _update_on_host(self, on_host: list[Tensor], divisor: Tensor | None) -> None:
+        """Runs the torch optimizer on the host, which waits for the gradients, divided on the device."""
+        gradients = self.reducer.partitions
+        if divisor is not None:
+            torch._foreach_div_(gradients, divisor)
+        torch._foreach_copy_(on_host, gradients, non_blocking=True)
+        if gradients[0].is_cuda:
+            torch.cuda.current_stream(gradients[0].device).synchronize()
+        self._optimizer.optimizer.step()
 
     def _measure_norms(self) -> Tensor:
         """Returns the 2-norm of the mean gradient of the whole model, an fp32 scalar, and keeps those of its parts, for
@@ -79,19 +93,17 @@ class PartitionedStep:
         parts, counts = list[Tensor](), list[float]()
         self.parts = []
         for parameter, _, gradient in self.reducer.own_parts():
-            is_counted = parameter.tensor_model_parallel or self._tensor_rank == 0  # type: ignore[attr-defined]
             pieces = gradient.split(SUMMED_AT_ONCE.get(gradient.device.type, len(gradient)))
             parts += pieces
-            counts += [float(is_counted)] * len(pieces)
+            counts += [float(parameter.tensor_model_parallel or self._tensor_rank == 0)] * len(pieces)  # type: ignore[attr-defined]
             self.parts += [parameter] * len(pieces)
-        device = self.reducer.device
         # in fp64, so that the sum of many squares costs no digit
-        squares = torch.zeros((), dtype=torch.float64, device=device)
+        squares = torch.zeros((), dtype=torch.float64, device=self.reducer.device)
         if parts:
             # times zero, not left out: a copy that is not finite on this rank alone makes the norm not finite either
             self.part_norms = norms = torch.stack(torch._foreach_norm(parts)).double()
             if self._counts is None:
-                self._counts = torch.tensor(counts, dtype=torch.float64, device=device)
+                self._counts = torch.tensor(counts, dtype=torch.float64, device=self.reducer.device)
             squares = (norms.square() * self._counts).sum()
         if dist.get_world_size() > 1:
             dist.all_reduce(squares)

@@ -166,13 +166,11 @@ def tensor_moved(job: TrainingWorkload, stage: StageShape) -> TensorMoved:
 def data_moved(job: TrainingWorkload, stage: StageShape) -> Moved:
     """Rajbhandari 2020 (ZeRO), section 7: gradients are reduce-scattered and weights gathered once each, and under
     stage 3 weights are gathered before every use. That is stage 1, and stage 2 with a reduce-scatter for every
-    micro-batch (engine/reduction). Where DeepSpeed 0.19 reduces, it does this:
+    micro-batch (engine/reduction).
 
-    with the optimizer on the host stage 2 all-reduces gradients, which is twice a reduce-scatter
-    (`use_multi_rank_bucket_allreduce`, runtime/zero/stage_1_and_2.py), for every micro-batch, and stage 1 once;
-    stage 3 reduce-scatters for every micro-batch, and keeps the weights from forward to backward of a model that has
-    fewer numbers than `stage3_max_reuse_distance`, but not in a pipeline. There each pass hands over its own chunk's
-    gradients, with split backward in two parts: more collectives, of the same bytes in sum.
+    Stage 3, in DeepSpeed 0.19, reduce-scatters for every micro-batch, and keeps the weights from forward to backward of
+    a model that has fewer numbers than `stage3_max_reuse_distance`, but not in a pipeline. There each pass hands over
+    its own chunk's gradients, with split backward in two parts: more collectives, of the same bytes in sum.
 
     PyTorch's FSDP (Zhao 2023) gathers them for both, or once, where gradients and optimizer alone are sharded. Muon
     gathers its updates besides.
@@ -193,21 +191,7 @@ def data_moved(job: TrainingWorkload, stage: StageShape) -> Moved:
         is_kept = stage.parameters <= KEPT_BY_ZERO_3 and layout.pipeline_parallel_size == 1
         uses = 1 if is_kept and stack.replicas == "deepspeed" else 2
         return Moved(reduce_scatter=count * gradients, all_gather=count * uses * weights)
-    if layout.zero_stage == 2:
-        return Moved(all_reduce=count * gradients + _from_tied_head(job, stage), all_gather=weights)
     return Moved(all_reduce=gradients, all_gather=weights)
-
-
-def _from_tied_head(job: TrainingWorkload, stage: StageShape) -> int:
-    """Returns the bytes of the gradients that a tied head on another stage hands over to the embedding.
-
-    They come as one sum per step, in as many parts as `_tied_parts` in pipelined.py says.
-    """
-    is_tied = job.model.tie_word_embeddings and stage.has_embedding and not stage.has_head
-    if not is_tied or job.trains_adapters:
-        return 0
-    times = {"fp32": 1, "bf16": 3, "fp16": job.micro_batches + 1}[job.dtype]
-    return times * embedding_parameters(job.model, job.layout.tensor_parallel_size) * BYTES[job.reduction_dtype]
 
 
 def _pipeline(job: TrainingWorkload) -> Mapping[tuple[int, int], int]:

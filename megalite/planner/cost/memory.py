@@ -18,7 +18,7 @@ from megalite.config.sections import Dtype
 from megalite.planner.cost.activations import BlockWorkload, chunk_bytes, embedding_bytes
 from megalite.planner.cost.model_states import BUCKET, MOMENTS, deepspeed_states, trained_numbers, with_frozen_weights
 from megalite.planner.cost.muon import orthogonalized_numbers
-from megalite.planner.cost.offloading import activations_on_device, optimizer_on_host, without_optimizer
+from megalite.planner.cost.offloading import activations_on_device, optimizer_on_host
 from megalite.planner.cost.stage_parameters import (
     StageShape,
     cut,
@@ -161,9 +161,8 @@ class _StageKind:
         if job.trains_adapters:
             self.states = with_frozen_weights(self.states, self.size, shape.parameters)
         if job.offloads_optimizer:
-            self.states = without_optimizer(job, self.states, largest)
-            if device.kind == "cpu":
-                self.states = replace(self.states, optimizer=optimizer_on_host(job, self.trained))
+            on_host = optimizer_on_host(job, self.trained) if device.kind == "cpu" else 0.0
+            self.states = replace(self.states, optimizer=on_host)
         self.chunks = [chunk_bytes(blocks, each.first, each.count, device.widens(job.dtype)) for each in shape.chunks]
         self.kept_by_chunk = [chunk.kept for chunk in self.chunks]
         self.postponed_by_chunk = [chunk.postponed for chunk in self.chunks]
@@ -298,7 +297,7 @@ class _StageKind:
     def _backward_starts(self) -> Moment:
         working = self.last.backward + self.states.one_gradient * self.largest_of_blocks
         first = 0.0
-        if self.shape.has_head and (self.states.are_scattered or self.states.opened):
+        if self.shape.has_head and self.states.opened:
             first = BYTES[self.job.gradient_accumulation_dtype] * self.embedding
         if self.states.opened and not self.device.maps_lazily:
             first = self.states.opened
@@ -315,7 +314,7 @@ class _StageKind:
         of_embedding = self.size * self.embedding + states.one_gradient if self.shape.has_embedding else 0.0
         working = max(in_block, of_embedding) - first.kept
         moment = self._during(first.kept + self.passing, working=working)
-        if states.are_scattered or states.opened:
+        if states.opened:
             moment["gradients"] = states.gradients
         if not states.gathered:
             moment["communication buffers"] = self._bucket()
@@ -343,7 +342,7 @@ class _StageKind:
     def _own_room(self, moments: Mapping[str, Moment]) -> tuple[str, Moment]:
         """Returns the sum of each flat buffer's own peak and the common peak of small tensors, which reuse each other's
         space. Measured: half of the space of the first weights, and of a bucket that is remade, is reused."""
-        small = {"activations", "logits", "working"} | ({"gradients"} if self.states.are_scattered else set())
+        small = {"activations", "logits", "working"}
         most = max(moments, key=lambda name: sum(size for part, size in moments[name].items() if part in small))
         parts: Moment = {}
         for moment in moments.values():

@@ -28,7 +28,6 @@ class States:
     weights: float
     optimizer: float  # fp32 copy and moments
     gradients: float  # of a step, once backward is through
-    are_scattered: bool = False  # each parameter has its own gradient; else they are in one buffer
     stay: bool = False  # that buffer is always there
     opened: float = 0.0  # the first of buffers that exist from their first gradient on
     one_gradient: float = 0.0  # of one parameter, on its way into the flat buffer
@@ -45,9 +44,7 @@ def deepspeed_states(job: TrainingWorkload, numbers: float, largest: float, orth
     """Returns the states of a stage with so many numbers, `largest` of them in one parameter, and as many as
     `orthogonalized` in matrices that Muon would take."""
     zero, in_rounds = job.layout.zero_stage, job.layout.zero_stage == 2 and job.layout.data_parallel_size > 1
-    ours = _reduced_in_rounds if in_rounds else _reduced_beside_backward
-    offloaded = _zero_2 if zero == 2 else _zero_1_offloaded
-    states_of = _zero_3 if zero == 3 else offloaded if job.offloads_optimizer else ours
+    states_of = _zero_3 if zero == 3 else _reduced_in_rounds if in_rounds else _reduced_beside_backward
     states = states_of(job, numbers, largest)
     if job.optimizer != "muon":
         return states
@@ -70,7 +67,8 @@ def _reduced_beside_backward(job: TrainingWorkload, numbers: float, largest: flo
     (runtime/bf16_optimizer.py) or ones that live from a bucket's first gradient to the end of the step. A bucket is
     rounded for the sum over replicas, or copied by gloo. fp32 weights are updated where they are."""
     size, accumulated, d = BYTES[job.dtype], BYTES[job.gradient_accumulation_dtype], job.layout.data_parallel_size
-    has_sums = job.dtype == "bf16" and accumulated == 4 and job.layout.zero_stage < 2  # BF16_Optimizer
+    is_bf16_optimizer = job.layout.zero_stage < 2 and not job.offloads_optimizer
+    has_sums = job.dtype == "bf16" and accumulated == 4 and is_bf16_optimizer
     widened = 4 * numbers / d if accumulated < 4 else 0.0  # this rank's partition
     gradients, bucket = accumulated * numbers, min(numbers, max(job.gradient_bucket_size, largest))
     return States(
@@ -102,46 +100,6 @@ def _reduced_in_rounds(job: TrainingWorkload, numbers: float, largest: float) ->
         one_gradient=size * largest,
         bucket=accumulated * waiting + on_wire * bucket * (on_wire != accumulated),
         own_gradients=own,
-        updating=own + _sgd(job, numbers),
-        building=_first_copies(job, numbers),
-    )
-
-
-def _zero_1_offloaded(job: TrainingWorkload, numbers: float, largest: float) -> States:
-    """Follows runtime/zero/stage_1_and_2.py without `contiguous_gradients`, which reduces the gradients of an optimizer
-    on the host: `reduce_ipg_grads` flattens a bucket. What the host has is left to cost/offloading.py."""
-    size, accumulated, d = BYTES[job.dtype], BYTES[job.gradient_accumulation_dtype], job.layout.data_parallel_size
-    is_mixed, is_cast = size != accumulated, job.reduction_dtype != job.gradient_accumulation_dtype
-    own, bucket = accumulated * numbers / d, min(numbers, job.gradient_bucket_size)
-    return States(
-        weights=size * numbers,
-        optimizer=_optimizer(job, size < 4) * numbers / d,
-        gradients=accumulated * numbers,
-        are_scattered=True,
-        one_gradient=size * largest if is_mixed else 0.0,
-        reducing=(accumulated + BYTES[job.reduction_dtype] * is_cast) * bucket + own * is_mixed,
-        own_gradients=own,
-        building=_first_copies(job, numbers),
-    )
-
-
-def _zero_2(job: TrainingWorkload, numbers: float, largest: float) -> States:
-    """Follows runtime/zero/stage_1_and_2.py for an optimizer on the host: gradients go through `setup_buckets`'
-    buffer, whose used part `allreduce_and_scatter` flattens, or `gradient_reduction_w_predivide` widens;
-    `copy_grads_in_partition` or the compact buffer keeps this rank's."""
-    size, accumulated, d = BYTES[job.dtype], BYTES[job.gradient_accumulation_dtype], job.layout.data_parallel_size
-    own, is_mixed = accumulated * numbers / d, size != accumulated
-    again = own if job.micro_batches > 1 and not is_mixed else 0.0  # a micro-batch's, before they are added
-    widened = 4 * largest if BYTES[job.reduction_dtype] < accumulated else 0.0  # after the sum over the replicas
-    return States(
-        weights=size * numbers,
-        optimizer=_optimizer(job, size < 4) * numbers / d,
-        gradients=own,
-        one_gradient=size * largest,
-        bucket=size * job.gradient_bucket_size,
-        reducing=BYTES[job.reduction_dtype] * min(numbers, job.gradient_bucket_size) + (widened if is_mixed else again),
-        own_gradients=own,
-        stepping=max(0.0 if is_mixed else own, 8 * largest),
         updating=own + _sgd(job, numbers),
         building=_first_copies(job, numbers),
     )
@@ -183,8 +141,9 @@ def _optimizer(job: TrainingWorkload, has_copy: bool) -> int:
 
 
 def _sgd(job: TrainingWorkload, numbers: float) -> float:
-    """Returns the bytes of the gradient's copy to which torch's SGD adds weight decay."""
-    return 4 * numbers / job.layout.data_parallel_size if job.optimizer == "sgd" else 0.0
+    """Returns the bytes on the device of the gradient's copy to which torch's SGD adds weight decay."""
+    is_here = job.optimizer == "sgd" and not job.offloads_optimizer
+    return 4 * numbers / job.layout.data_parallel_size if is_here else 0.0
 
 
 def state_bytes(config: Config, layout: ResolvedLayout, stage: StageShape) -> int:

@@ -7,9 +7,7 @@ there is one memory, which holds both sides of each copy. Pure arithmetic, no to
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from megalite.planner.cost.model_states import MOMENTS, States
+from megalite.planner.cost.model_states import MOMENTS
 from megalite.planner.hardware import Cluster, find_link
 from megalite.planner.workload import BYTES, TrainingWorkload
 
@@ -28,21 +26,10 @@ def activations_on_device(
     return min(all_bytes, passes * BLOCKS_OF_A_PASS * block_bytes + received_bytes)
 
 
-def without_optimizer(job: TrainingWorkload, states: States, largest: float) -> States:
-    """Returns the states on a GPU whose optimizer is on the host, with `largest` numbers in one parameter.
-
-    Follows runtime/zero/stage_1_and_2.py of DeepSpeed 0.19: gradients go through a bucket in stage 1 too, and one by
-    one through `temp_grad_buffer_for_gpu_offload`; copies of the step are on the host.
-    """
-    size = BYTES[job.dtype]
-    bucket = states.bucket or size * job.gradient_bucket_size
-    return replace(states, optimizer=0.0, bucket=bucket, stepping=size * largest, updating=0.0)
-
-
 def optimizer_on_host(job: TrainingWorkload, numbers: float) -> float:
     """Returns the host's bytes for the optimizer of a rank whose stage has so many numbers: fp32 weights, moments and
-    gradients, and the weights of `job.dtype` on their way back."""
-    return (4 * (MOMENTS[job.optimizer] + 2) + BYTES[job.dtype]) * numbers / job.layout.data_parallel_size
+    gradients."""
+    return 4 * (MOMENTS[job.optimizer] + 2) * numbers / job.layout.data_parallel_size
 
 
 def host_link_bytes_per_s(cluster: Cluster) -> float:

@@ -43,7 +43,7 @@ MOMENTS_MOVED = {"adamw": 4, "muon": 2, "sgd": 0}  # numbers per parameter
 # times the launch of a kernel, where each is waited for: BLOOM's first day; its second day is held against it
 WAITED_LAUNCHES = 4.0
 # times the host's work for a block where DeepSpeed does not reduce: 0.19.8's hooks, in CPU time of a tiny micro-batch
-HOST_WORK = {0: 1.0, 1: 1.0, 2: 1.4, 3: 4.4}
+ZERO_3_HOST_WORK = 4.4
 # the host's work for a block with experts, in such of a dense one, in CPU time, and in a loop that of each expert more
 EXPERTS_HOST_WORK, EXPERT_HOST_WORK = 2.0, 0.1
 DIGITS = 1000  # parts of a micro-batch's time to which simulated pipelines are exact
@@ -221,7 +221,7 @@ def _stage(
     forward, backward = passes.forward.seconds + there, passes.backward.seconds + back
     recomputed = passes.again.seconds + again
     is_deepspeeds = job.stack.replicas == "deepspeed" and not job.reduces_beside_backward
-    host = HOST_WORK[job.layout.zero_stage] if is_deepspeeds else 1.0
+    host = ZERO_3_HOST_WORK if is_deepspeeds else 1.0
     loops = cluster.accelerator.device == "cpu" or job.dtype != "bf16"  # over experts
     blocks = sum(_host_blocks(job.model, kind, loops=loops) * count for kind, count in shape.kinds.items())
     launch = [blocks * speed.launch_s * host * factor for factor in (1, 2, job.layout.recompute == "full")]
@@ -270,9 +270,7 @@ def _replicas_s(job: TrainingWorkload, cluster: Cluster, largest: StageShape, st
     if job.layout.zero_stage == 3 or job.stack.replicas == "fully_sharded":
         return job.micro_batches * _exposed_when_sharded_s(job, moved, largest, stage, cluster)
     gathering = ring.seconds(Moved(all_gather=moved.all_gather))
-    # an offloaded optimizer of ZeRO-2, which goes with 1F1B alone, has them whenever a pass hands some over
-    is_in_pipeline = job.layout.zero_stage == 2 and job.layout.pipeline_parallel_size > 1
-    reducing = ring.seconds(replace(moved, all_gather=0), job.micro_batches if is_in_pipeline else 1)
+    reducing = ring.seconds(replace(moved, all_gather=0), job.reductions)
     if job.stack.overlaps_replicas:
         return _late(reducing, stage.backward_s, largest.blocks) + _late(gathering, stage.forward_s, largest.blocks)
     return reducing + gathering

@@ -108,10 +108,9 @@ def _weights_in(sizes: list[int]) -> float:
     return total
 
 
-def _second_step(rank: int, zero: int, is_offloaded: bool, is_cleared: bool) -> float:
+def _second_step(rank: int, zero: int, is_cleared: bool) -> float:
     """The norm of a second step whose first backward touches one weight, and whose second the other one."""
-    offload = {"offload_optimizer": {"device": "cpu"}} if is_offloaded else {}
-    engine = _engine(zero, **offload, **({"stage3_param_persistence_threshold": 0} if zero == 3 else {}))
+    engine = _engine(zero, **({"stage3_param_persistence_threshold": 0} if zero == 3 else {}))
     for number in (1, 2):
         _backward(engine, number)
     _stepped(engine)
@@ -124,16 +123,10 @@ def _second_step(rank: int, zero: int, is_offloaded: bool, is_cleared: bool) -> 
 
 def test_zero_3_adds_to_the_step_before_what_the_first_backward_does_not_touch() -> None:
     """runtime/zero/stage3.py: `partition_grads` copies at micro-step 0, and adds later."""
-    ((plain,), (cleared,)) = (run_fresh_ranks(_second_step, 1, 3, False, clear) for clear in (False, True))
+    ((plain,), (cleared,)) = (run_fresh_ranks(_second_step, 1, 3, clear) for clear in (False, True))
     assert cleared == pytest.approx(_norm([4], parts=2), rel=OF_ROUNDING)
     stale = (_norm([4]) ** 2 + _norm([4, 1, 2]) ** 2) ** 0.5
     assert plain == pytest.approx(stale, rel=OF_ROUNDING), "fixed in DeepSpeed: clear_gradient_partitions can go"
-
-
-def test_offloaded_zero_2_adds_to_the_step_before_too() -> None:
-    """runtime/zero/stage_1_and_2.py: so rules let it run under 1F1B only, where each backward touches all weights."""
-    (norm,) = run_fresh_ranks(_second_step, 1, 2, True, False)
-    assert norm != pytest.approx(_norm([4], parts=2), rel=0.1), "fixed in DeepSpeed: more schedules can be offloaded"
 
 
 def _zero_one(rank: int, dtype: str, is_taken_over: bool) -> tuple[float, list[bool], set[float]]:
@@ -161,6 +154,34 @@ def test_zero_1_leaves_gradients_to_who_takes_over_their_reduction(dtype: str) -
         assert not reduced, "runtime/engine.py reduces in spite of `enable_backward_allreduce`"
         assert left == [True, True], "a hook of DeepSpeed's takes gradients"
         assert sums == ({7.0} if dtype == "bf16" else set()), "runtime/bf16_optimizer.py clears its sums elsewhere"
+
+
+def _offloaded(rank: int, zero: int, is_taken_over: bool) -> tuple[bool, list[bool], int, bool]:
+    """Whether backward reduced weights and left each gradient where autograd puts it, the numbers in buffers that only
+    DeepSpeed's reduction fills, and whether each partition has memory for its gradient."""
+    engine, sizes = _engine(zero, offload_optimizer={"device": "cpu"}, contiguous_gradients=False), []
+    optimizer = engine.optimizer
+    if is_taken_over:
+        seams.take_over_reduction(engine)
+    dist.all_reduce = _counted(dist.all_reduce, sizes)
+    _backward(engine, 1)
+    buffers = [*optimizer.param_buffer_of_bit16_for_cpu_offload_groups, optimizer.temp_grad_buffer_for_gpu_offload]
+    buffers += [optimizer.temp_grad_buffer_for_cpu_offload]
+    buffers += [flat for bucket in optimizer.ipg_buckets.values() for flat in bucket.buffer]
+    left = [parameter.grad is not None for parameter in engine.module.parameters()]
+    has_memory = all(flat.grad is not None for flat in step_seams.flat_partitions(optimizer))
+    return bool(_weights_in(sizes)), left, sum(flat.numel() for flat in buffers if flat is not None), has_memory
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_an_offloaded_optimizer_leaves_gradients_to_who_takes_over_their_reduction(zero: int) -> None:
+    """It keeps memory of the host for what it updates with, and none for what it no longer reduces."""
+    for seen in run_fresh_ranks(_offloaded, 2, zero, True):
+        assert seen == (False, [True, True], 0, True)
+    reduces = zero == 2
+    for reduced, left, numbers, has_memory in run_fresh_ranks(_offloaded, 2, zero, False):
+        assert (reduced, any(left), has_memory) == (reduces, not reduces, True)
+        assert numbers, "no buffer is left: these lines of `take_over_reduction` can go"
 
 
 def test_what_is_taken_from_zero_1_is_there() -> None:

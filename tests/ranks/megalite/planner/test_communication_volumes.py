@@ -200,20 +200,6 @@ def test_weights_that_do_not_stay_are_gathered_twice_per_micro_batch(
         assert abs(measured["reduce_scatter", ranks] - moved.reduce_scatter) <= ABSOLUTE, f"stage {stage}"
 
 
-@pytest.mark.parametrize(("dtype", "parts"), [("fp32", 1), ("bf16", 3), ("fp16", 5)])
-def test_offloaded_zero_2_reduces_a_tied_embedding_once_more_per_part_of_its_heads_gradient(
-    dtype: str, parts: int
-) -> None:
-    """On the embedding's stage alone. Ranks on a CPU cannot count fp16."""
-    model = SIX_BLOCKS | {"tie_word_embeddings": True}
-    config = _config(Case(pp=2, dp=2, zero=2, accumulation=4, dtype=dtype, model=model, offload={"optimizer": "cpu"}))
-    layout = resolve_layout(config, 4, "cuda")
-    first, last = stages_of(config, layout)
-    moved = volumes(TrainingWorkload.of(config, layout), (first, last)).data
-    assert last.tied_copy and moved[1].all_reduce == 4 * 4 * last.parameters
-    assert moved[0].all_reduce == 4 * 4 * first.parameters + 4 * parts * last.tied_copy
-
-
 def test_a_ring_passes_on_what_patarasuk_and_yuan_say() -> None:
     assert Moved(all_reduce=100).per_link(1) == 0
     assert Moved(all_reduce=100).per_link(4) == 150

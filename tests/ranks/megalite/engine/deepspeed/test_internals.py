@@ -411,27 +411,3 @@ def test_every_key_that_deepspeed_asks_for_is_passed_on_or_refused_with_a_reason
     known = PASSED_ON | {path[0] for path in refused_keys()}
     assert len(_RecordingConfig.keys_asked) > 40
     assert _RecordingConfig.keys_asked - known == set(), "add a row to megalite/config/stacks/deepspeed.yaml"
-
-
-def _sizes_after_a_change(rank: int) -> list[tuple[int, int, int]]:
-    def sizes(engine: Any) -> tuple[int, int, int]:
-        known = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
-        return *known, engine.optimizer.gradient_accumulation_steps
-
-    found = []
-    for zero in (2, 3):
-        engine = engine_of(Case(zero=zero, micro_batch=2, accumulation=1)).deepspeed
-        engine.set_train_batch_size(4)
-        found.append(sizes(engine))
-        step_seams.set_batch_size(engine, 12, 3)
-        found.append(sizes(engine))
-        engine.destroy()
-    return found
-
-
-def test_a_change_of_the_batch_reaches_the_optimizer() -> None:
-    """ZeRO-2 takes the norm of offloaded gradients by its own number of micro-batches: of the last one alone where that
-    is still 1."""
-    ((*found,),) = run_ranks(_sizes_after_a_change, 1)
-    assert found[::2] == [(2, 2, 1)] * 2, "fixed in DeepSpeed: set_train_batch_size tells its optimizer"
-    assert found[1::2] == [(3, 4, 4)] * 2

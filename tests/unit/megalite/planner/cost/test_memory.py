@@ -304,19 +304,9 @@ def test_a_bucket_of_gradients_is_there_whole_when_backward_begins() -> None:
     assert touched.parts["gradients"] < one.parts["gradients"] == kept.parts["gradients"] == 4 * numbers
 
 
-@pytest.mark.parametrize(
-    ("changes", "offloads", "micro_batches", "measured_mib"),
-    [
-        ({"data_parallel_size": 2, "zero_stage": 3}, False, 1, 138),
-        ({"zero_stage": 1}, True, 1, 136),
-        ({"data_parallel_size": 2, "zero_stage": 2}, True, 3, 168),
-    ],
-)
-def test_on_a_cpu_a_bucket_that_is_not_written_to_takes_no_memory(
-    changes: dict[str, Any], offloads: bool, micro_batches: int, measured_mib: float
-) -> None:
-    """Ranks with a model of 1.3 million parameters grew by so much in five steps, and those that do the same differ by
-    up to 10 %. With all of the bucket, 191 MiB, which a GPU does allocate, it was predicted 124 to 174 % too high."""
+def test_on_a_cpu_a_bucket_that_is_not_written_to_takes_no_memory() -> None:
+    """Ranks with a model of 1.3 million parameters grew by 138 MiB in five steps, and those that do the same differ by
+    up to 10 %. With all of the bucket, 191 MiB, which a GPU does allocate, it was predicted 124 % too high."""
     model = ModelConfig(
         vocab_size=2048,
         hidden_size=128,
@@ -325,15 +315,14 @@ def test_on_a_cpu_a_bucket_that_is_not_written_to_takes_no_memory(
         num_attention_heads=8,
         num_key_value_heads=4,
     )
-    layout = ParallelLayout(micro_batch_size=2, **changes)
-    batch = 2 * layout.data_parallel_size * micro_batches
-    job = TrainingWorkload(model, layout, 512, batch, dtype="fp32", offloads_optimizer=offloads)
+    layout = ParallelLayout(data_parallel_size=2, zero_stage=3, micro_batch_size=2)
+    job = TrainingWorkload(model, layout, 512, 4, dtype="fp32")
     (stage,), (on_gpu,) = memory_of(job, CPU), memory_of(job, TENSORS)
-    assert stage.total / 2**20 == pytest.approx(measured_mib, rel=0.2)
+    assert stage.total / 2**20 == pytest.approx(138, rel=0.2)
     assert on_gpu.parts["communication buffers"] >= 4 * job.gradient_bucket_size
     (smaller,) = memory_of(replace(job, gradient_bucket_size=1_000_000), TENSORS)
     saved = on_gpu.parts["communication buffers"] - smaller.parts["communication buffers"]
-    assert saved >= 4 * 49_000_000, "the option is the size of an offloaded optimizer's bucket too"
+    assert saved >= 4 * 49_000_000, "the option is the size of ZeRO-3's bucket too"
 
 
 @settings(deadline=None)
@@ -342,8 +331,7 @@ def test_what_is_offloaded_is_on_the_host_and_not_on_the_gpu(job: TrainingWorklo
     for stage, plain in enumerate(memory_of(job, TENSORS)):
         numbers = stage_shapes(job.model, job.layout.tensor_parallel_size, job.layout.pipeline_parallel_size)[stage]
         moved = memory_of(replace(job, offloads_optimizer=True), TENSORS)[stage]
-        per_number = {"adamw": 16, "sgd": 8}[job.optimizer] + {"fp32": 4, "bf16": 2}[job.dtype]
-        state = per_number * numbers.parameters / job.layout.data_parallel_size
+        state = {"adamw": 16, "sgd": 8}[job.optimizer] * numbers.parameters / job.layout.data_parallel_size
         assert moved.on_host == max(plain.on_host, state) and moved.parts.get("optimizer", 0.0) == 0
         assert 0 < plain.on_host <= 4 * numbers.parameters, "of a parameter, as it is drawn"
         offloaded = memory_of(replace(job, offloads_activations=True), TENSORS)[stage]
@@ -375,5 +363,5 @@ def test_on_a_cpu_offloading_adds_its_copies() -> None:
     (on_gpu,) = memory_of(replace(job, offloads_activations=True), TENSORS)
     assert moved.parts["activations"] - plain.parts["activations"] == pytest.approx(on_gpu.on_host / 8 * 2, rel=1e-9)
     (offloaded,) = memory_of(replace(job, offloads_optimizer=True), CPU)
-    assert offloaded.parts["optimizer"] == (16 + 4) * parameters(job.model)
+    assert offloaded.parts["optimizer"] == 16 * parameters(job.model)
     assert moved.on_host == offloaded.on_host == 0

@@ -25,7 +25,7 @@ from megalite.config.sections import Dtype
 from megalite.planner.cost.communication_time import boundary_s, data_ring, tensor_ring
 from megalite.planner.cost.communication_volumes import Moved, data_moved, hidden_state_bytes
 from megalite.planner.cost.layer_time import Speed, block_work, dense_flops, head_flops, score_flops
-from megalite.planner.cost.stage_parameters import parameters, stage_shapes, stages_of_job
+from megalite.planner.cost.stage_parameters import parameters, stage_shapes
 from megalite.planner.cost.step_time import step_time
 from megalite.planner.hardware import Cluster, catalogue
 from megalite.planner.workload import MEGALITE, ParallelLayout, TrainingWorkload
@@ -271,16 +271,6 @@ def test_ranks_on_a_cpu_hide_nothing() -> None:
     assert step_time(job, nodes_of(8, "H100")).hidden_s > 0
 
 
-def test_offloaded_zero_2_reduces_after_every_pass_of_a_pipeline() -> None:
-    """2 (n - 1) messages in each of the all-reduces, and n - 1 in the gather of weights, beside the bytes."""
-    layout = ParallelLayout(1, 2, 4, zero_stage=2, micro_batch_size=1)
-    job, cluster = TrainingWorkload(SMALL, layout, 512, 64, offloads_optimizer=True), nodes_of(8, "A100-80GB")
-    largest = max(stages_of_job(job), key=lambda stage: stage.parameters)
-    ring, moved = data_ring(layout, cluster), data_moved(job, largest)
-    expected_s = moved.per_link(4) / ring.bytes_per_s + (16 * 2 * 3 + 3) * ring.latency_s
-    assert step_time(job, cluster).parts["replicas"] == pytest.approx(expected_s, rel=1e-9)
-
-
 def test_masks_double_fused_attention_and_windows_bound_what_counts() -> None:
     plain, masked = (TrainingWorkload(SMALL, ParallelLayout(), 2048, 1, document_mask=mask) for mask in (False, True))
     times = [block_work(job, 0, speed(attention_flops=1.0)).forward.attention_s for job in (plain, masked)]
@@ -420,10 +410,6 @@ def test_an_update_on_the_host_is_slower_by_its_link_and_its_memory() -> None:
     owned = shape.parameters / 2
     assert moved["optimizer"] == pytest.approx(owned * ((4 + 2) / (0.8 * 64e9) + 28 / 51.2e9))
     assert plain["optimizer"] < moved["optimizer"] / 10
-    # DeepSpeed all-reduces fp32 gradients after backward, where ours are reduce-scattered, partly beside it; bf16
-    # weights are gathered in either case
-    exchanged = plain["replicas"] + beside.hidden_s
-    assert 0 < plain["replicas"] < exchanged
-    assert moved["replicas"] == pytest.approx(exchanged * (2 * 4 + 2) / (4 + 2), rel=1e-3)
-    same = plain.keys() - {"optimizer", "replicas"}
+    assert beside.hidden_s == after.hidden_s > 0, "replicas exchange the same"
+    same = plain.keys() - {"optimizer"}
     assert {name: plain[name] for name in same} == {name: moved[name] for name in same}
