@@ -47,7 +47,7 @@ class PartitionedStep:
 
     @torch.no_grad()
     def __call__(self) -> None:
-        """Steps the optimizer and shares the new weights with the other replicas, unless the step is not taken."""
+        """Steps the optimizer, unless the step is not taken; the new weights go to other replicas when it is over."""
         optimizer = self._optimizer
         scale = current_loss_scale(optimizer)
         norm = self._measure_norms() / scale
