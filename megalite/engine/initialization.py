@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from functools import partial
 from typing import Any
@@ -53,6 +54,8 @@ class LayerMaker:
             deepspeed.zero.Init(layer, replicas, config_dict_or_path=options, dtype=dtype, mpu=self._grid)
         elif self._partitioned is not None:  # as those before: with the same buffers of what is offloaded to NVMe
             self._partitioned.convert_to_zero_parameters(list(layer.parameters()))  # type: ignore[attr-defined]
+        if get_accelerator().device_name() != "cpu":
+            ctypes.CDLL(None).malloc_trim(0)  # else what was drawn in fp32 stays with the process: `MALLOC_TUNABLES`
         return layer
 
 

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from launch.runtime.local_ranks import MALLOC_TUNABLES
 from tests.device.build import FOLDER, build
 
 library = build()
@@ -22,6 +23,7 @@ with tempfile.TemporaryDirectory(prefix="stand_in_") as meeting_place:
         "DS_ACCELERATOR": "cuda",
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # ranks are forked from a process that has counted devices
         "PYTORCH_ALLOC_CONF": "expandable_segments:False",  # which are made with the driver
+        "GLIBC_TUNABLES": MALLOC_TUNABLES,  # as of a run: memory that is freed stays with the process
         "XDG_CACHE_HOME": str(FOLDER / "cache"),  # compiled blocks are found again
     }
     words = sys.argv[1:] or ["-n", "2", "--dist", "loadfile"]

@@ -7,7 +7,6 @@ waits for, groups that are not made alike on all ranks. Kernels do nothing, so v
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import patch
@@ -34,7 +33,6 @@ from tests.helpers.rank_pool import run_fresh_ranks
 LAYOUTS = [(2, 1, 1), (3, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2), (4, 2, 1), (4, 1, 2), (2, 2, 2), (1, 2, 2), (1, 1, 4)]
 LAYOUTS += [(5, 1, 1), (3, 2, 1), (7, 1, 1), (8, 1, 1), (1, 1, 3), (1, 2, 4)]
 """Sizes of the axes pipeline, tensor and data."""
-WORLD_SIZES = range(2, 9)
 
 
 def _cases(*, all_stages: bool) -> Iterator[Case]:
@@ -65,19 +63,11 @@ def _case(pp: int, tp: int, dp: int, zero: int, schedule: Schedule) -> Case:
     )
 
 
-def _by_world_size(*, all_stages: bool) -> dict[int, list[Case]]:
-    cases = defaultdict(list)
-    for case in _cases(all_stages=all_stages):
-        cases[case.world_size].append(case)
-    return cases
-
-
 def _groups(case: Case) -> int:
     """The kinds of groups that the planner counts, but that of all ranks, which is there, and DeepSpeed's of one."""
     config = case.config()
-    return (
-        communicators(TrainingWorkload.of(config, resolve_layout(config, case.world_size, "cuda"))) - 1 + (case.dp == 1)
-    )
+    job = TrainingWorkload.of(config, resolve_layout(config, case.world_size, "cuda"))
+    return communicators(job) - 1 + (case.dp == 1)
 
 
 def _train_each(rank: int, cases: list[Case]) -> None:
@@ -98,16 +88,12 @@ def _train_each(rank: int, cases: list[Case]) -> None:
         dist.barrier()
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_steps_end(world_size: int) -> None:
-    run_fresh_ranks(_train_each, world_size, _by_world_size(all_stages=False)[world_size], timeout_s=500)
-
-
-@pytest.mark.exhaustive
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_steps_end_with_each_zero_stage(world_size: int) -> None:
-    run_fresh_ranks(_train_each, world_size, _by_world_size(all_stages=True)[world_size], timeout_s=3000)
+@pytest.mark.parametrize("all_stages", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("world_size", range(2, 9))
+def test_steps_end(world_size: int, all_stages: bool) -> None:
+    cases = [case for case in _cases(all_stages=all_stages) if case.world_size == world_size]
+    run_fresh_ranks(_train_each, world_size, cases, timeout_s=3000 if all_stages else 500)
 
 
 def _train_with_a_late_send(rank: int, folder: Path, case: Case) -> None:

@@ -12,6 +12,7 @@ from megalite.checkpoint.manifest import read_manifest
 from tests.e2e.conftest import References
 from tests.helpers.audit import audit, events
 from tests.helpers.commands import metrics
+from tests.helpers.faults import poisoned
 from tests.helpers.warm_runs import session, train
 
 pytestmark = pytest.mark.slow
@@ -26,27 +27,6 @@ def config(tiny: dict[str, Any]) -> dict[str, Any]:
     tiny["training"] |= {"steps": STEPS}
     parallel = {"pipeline_parallel_size": 2}
     return tiny | {"parallel": parallel, "checkpoint": {"interval": 3}, "monitor": {"plot": False, "report": False}}
-
-
-def poisoned(folder: Path, rank: int, sample: int) -> None:
-    """The loss of a micro-batch with `sample` is NaN, whenever and wherever it is computed."""
-    from megalite.engine import stages
-    from megalite.engine.batch_transfer import BatchTransfer
-
-    losses, copied = stages.head_loss, BatchTransfer._copied
-    bad: list[Any] = []  # targets, kept so that no others come to lie where they are
-
-    def noted(self: Any, batch: Any) -> Any:
-        moved = copied(self, batch)
-        if sample in batch.samples:
-            bad.append(moved.targets)
-        return moved
-
-    def spoiled(*arguments: Any) -> Any:
-        is_bad = arguments[2].data_ptr() in [targets.data_ptr() for targets in bad]
-        return losses(*arguments) * (float("nan") if is_bad else 1.0)
-
-    BatchTransfer._copied, stages.head_loss = noted, spoiled  # type: ignore[method-assign]
 
 
 def test_a_rollback_goes_on_behind_the_data_that_led_there(config: dict[str, Any], tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import transformers
 from data_pipeline.samples.dataset import PackedSamples
 from tests.conftest import VOCAB_SIZE, write_config
 from tests.helpers.commands import command_line, metrics
-from tests.helpers.faults import die_at
+from tests.helpers.faults import die_at, poisoned
 from tests.helpers.warm_runs import session, train
 
 pytestmark = pytest.mark.slow
@@ -163,28 +163,15 @@ def test_killed_and_resumed_on_another_layout_equals_uninterrupted(
 
 def spoiled_and_late(folder: Path, rank: int, is_late: bool) -> None:
     """The loss of one sample is NaN where it is read whole; results are read a step late, as on a GPU."""
-    from megalite.engine import stages
-    from megalite.engine.batch_transfer import BatchTransfer
     from megalite.engine.engine import Engine
 
-    losses, copied, initialize = stages.head_loss, BatchTransfer._copied, Engine._initialize
-    bad: list[Any] = []  # targets, kept so that no others come to lie where they are
-
-    def noted(self: Any, batch: Any) -> Any:
-        moved = copied(self, batch)
-        if SPOILED in batch.samples and batch.tokens.shape[1] == LONGEST:
-            bad.append(moved.targets)
-        return moved
-
-    def spoiled(*arguments: Any) -> Any:
-        is_bad = arguments[2].data_ptr() in [targets.data_ptr() for targets in bad]
-        return losses(*arguments) * (float("nan") if is_bad else 1.0)
+    poisoned(folder, rank, SPOILED, LONGEST)
+    initialize = Engine._initialize
 
     def initialized(self: Any, model: Any) -> None:
         initialize(self, model)
         self.runs_ahead = is_late
 
-    BatchTransfer._copied, stages.head_loss = noted, spoiled  # type: ignore[method-assign]
     Engine._initialize = initialized  # type: ignore[method-assign]
 
 

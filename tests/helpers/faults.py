@@ -356,3 +356,24 @@ def clock_jumps_back(folder: Path, rank: int, step: int) -> None:
 
     time.time, writer.datetime = lambda: clock() - shift, Date
     _before(loop._TrainingRun, "_begin", count)
+
+
+def poisoned(folder: Path, rank: int, sample: int, length: int = 0) -> None:
+    """The loss of a micro-batch with `sample` is NaN, whenever and wherever it is computed in sequences this long."""
+    from megalite.engine import stages
+    from megalite.engine.batch_transfer import BatchTransfer
+
+    losses, copied = stages.head_loss, BatchTransfer._copied
+    bad: list[Any] = []  # targets, kept so that no others come to lie where they are
+
+    def noted(self: Any, batch: Any) -> Any:
+        moved = copied(self, batch)
+        if sample in batch.samples and batch.tokens.shape[1] >= length:
+            bad.append(moved.targets)
+        return moved
+
+    def spoiled(*arguments: Any) -> Any:
+        is_bad = arguments[2].data_ptr() in [targets.data_ptr() for targets in bad]
+        return losses(*arguments) * (float("nan") if is_bad else 1.0)
+
+    BatchTransfer._copied, stages.head_loss = noted, spoiled  # type: ignore[method-assign]

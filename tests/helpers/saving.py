@@ -28,3 +28,18 @@ def forge(folder: Path, old: str, new: str) -> None:
     text = path.read_text()
     assert old in text
     path.write_text(re.sub(r'"digest": ?"\w*"', '"digest": ""', text.replace(old, new)))
+
+
+class SilentLog:
+    """What a loop tells of itself, where sentences, events and files are looked at elsewhere."""
+
+    def log_notice(self, sentence: str) -> None:
+        pass
+
+    def event(self, name: str, **facts: Any) -> None:
+        pass
+
+    def sync(self) -> None:
+        pass
+
+    log_warning = log_notice

@@ -28,6 +28,7 @@ from megalite.training.state import TrainingStopped, TrainState
 from models.decoder import decoder_layers
 from tests.helpers.engine_cases import Batch, Case, global_batches, micro_batches_of
 from tests.helpers.rank_pool import run_ranks
+from tests.helpers.saving import SilentLog
 
 TIED = {"tie_word_embeddings": True}
 MATRIX = "model.layers.2.mlp.down_proj.weight"
@@ -199,23 +200,14 @@ def test_what_lies_behind_a_partition_is_not_compared() -> None:
     assert run_ranks(_damaged_padding, case.world_size, case) == [[]] * case.world_size
 
 
-class _Heard:
+class _Heard(SilentLog):
     """What the run says, to look at afterwards."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, int]] = []
 
-    def log_notice(self, sentence: str) -> None:
-        """Sentences are looked at elsewhere."""
-
-    def log_warning(self, sentence: str) -> None:
-        """And warnings."""
-
     def event(self, name: str, **facts: Any) -> None:
         self.events.append((name, facts["step"]))
-
-    def sync(self) -> None:
-        """And files."""
 
     def on_checkpoint(self, saved: Saved, if_failed: str) -> None:
         self.event("save_failed" if saved.failure else "saved", step=saved.step)

@@ -19,23 +19,12 @@ from megalite.training.state import TrainState
 from tests.helpers.engine_cases import Case, engine_of, global_batches, micro_batches_of
 from tests.helpers.faults import failing_writer
 from tests.helpers.rank_pool import run_fresh_ranks
+from tests.helpers.saving import SilentLog
 
 
-class _Log:
+class _Log(SilentLog):
     def __init__(self) -> None:
         self.saves: list[tuple[int, bool]] = []
-
-    def log_notice(self, sentence: str) -> None:
-        """Sentences are looked at elsewhere."""
-
-    def log_warning(self, sentence: str) -> None:
-        """And warnings."""
-
-    def event(self, name: str, **facts: Any) -> None:
-        """And events."""
-
-    def sync(self) -> None:
-        """And files."""
 
     def on_checkpoint(self, saved: Saved, if_failed: str) -> None:
         self.saves.append((saved.step, saved.failure is None))

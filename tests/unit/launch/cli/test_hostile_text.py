@@ -60,32 +60,19 @@ def ssh(folder: Path) -> list[str]:
     return ["doctor", "--hostfile", str(folder / "hosts")]
 
 
+def prepared(source: str, folder: Path) -> list[str]:
+    out, tokenizer = str(folder / "out"), str(folder / "t")
+    return ["prepare", source, "--output", out, "--tokenizer", tokenizer, "--train-vocab-size", "300"]
+
+
 def name_of_a_file(folder: Path) -> list[str]:
     (folder / f"owned{HARM}.txt").write_bytes(b"\xff")
-    return [
-        "prepare",
-        str(folder),
-        "--output",
-        str(folder / "out"),
-        "--tokenizer",
-        str(folder / "t"),
-        "--train-vocab-size",
-        "300",
-    ]
+    return prepared(str(folder), folder)
 
 
 def columns(folder: Path) -> list[str]:
     (folder / "rows.jsonl").write_text(json.dumps({HARM: "a"}))
-    return [
-        "prepare",
-        f"dataset:{folder}/rows.jsonl",
-        "--output",
-        str(folder / "out"),
-        "--tokenizer",
-        str(folder / "t"),
-        "--train-vocab-size",
-        "300",
-    ]
+    return prepared(f"dataset:{folder}/rows.jsonl", folder)
 
 
 SOURCES: dict[str, Callable[[Path], list[str]]] = {

@@ -16,6 +16,7 @@ from megalite.planner.failure_rates import mtbf_hours
 from megalite.planner.forecast import RunForecast, forecast_of, reliability_of
 from megalite.planner.run_length import RunLength, run_length
 from megalite.planner.workload import ParallelLayout, TrainingWorkload
+from tests.helpers.sizes import TINY_SIZES
 
 BATCH, SEQUENCE, STEP_S = 64, 512, 3.5
 
@@ -24,15 +25,7 @@ def config_of(checkpoint: dict[str, Any] | None = None, **training: Any) -> Conf
     return Config.model_validate(
         {
             "run_dir": "x",
-            "model": {
-                "vocab_size": 32_000,
-                "hidden_size": 4096,
-                "intermediate_size": 11_008,
-                "num_hidden_layers": 32,
-                "num_attention_heads": 32,
-                "num_key_value_heads": 32,
-                "max_position_embeddings": 4096,
-            },
+            "model": TINY_SIZES | {"max_position_embeddings": SEQUENCE},
             "data": {"path": "unused"},
             "training": {"global_batch_size": BATCH, "micro_batch_size": 1, "sequence_length": SEQUENCE, **training},
             "checkpoint": checkpoint or {},
