@@ -26,7 +26,7 @@ from megalite.config.model import DROPOUTS
 
 Dtype = Literal["fp64", "fp32", "bf16", "fp16", "float8"]  # float8: products, in the config's format otherwise
 FP16_SCALE_POWER = 12  # log2 of the loss scale: so small that nothing overflows and no step is skipped
-MOST_SEQUENCE, MOST_ROWS = 64, 256
+MOST_SEQUENCE, MOST_ROWS = 96, 256  # one and a half tiles of 64, which attention kernels have
 ROWS = 12  # sequences in a global batch, about
 DENSE, SPARSE = 0.75, 0.05  # fraction of tokens with a loss; fewer mean a noisier gradient, and so a larger norm
 SMALLEST_EPSILON = 1e-5

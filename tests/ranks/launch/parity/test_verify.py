@@ -40,7 +40,7 @@ def test_a_table_for_people() -> None:
     assert "all 2 layouts compute what transformers computes" in out
     for words in ("tp=2 sequence_parallel", "pp=2 accumulation=2", "bound", "pass"):
         assert words in out
-    assert "seed 5" in err and "sequence_length 128 -> 64" in err and "[2/2] fp32 pp=2,accumulation=2: pass" in err
+    assert "seed 5" in err and "sequence_length 128 -> 96" in err and "[2/2] fp32 pp=2,accumulation=2: pass" in err
 
 
 @pytest.mark.slow

@@ -42,9 +42,9 @@ def test_a_large_model_gets_small_and_keeps_its_switches_and_proportions() -> No
     assert model.intermediate_size == 14336 * model.hidden_size // 4096
     assert (model.rope_theta, model.tie_word_embeddings) == (500_000.0, True)
     assert model.vocab_size % 2 == 1 and model.num_hidden_layers == 5
-    assert small.config.training.sequence_length == 64
+    assert small.config.training.sequence_length == 96
     said = " ".join(small.changes)
-    for change in ("num_hidden_layers 32 -> 5", "sequence_length 8192 -> 64", "vocab_size 128256 -> 2039", "eps 1e-08"):
+    for change in ("num_hidden_layers 32 -> 5", "sequence_length 8192 -> 96", "vocab_size 128256 -> 2039", "eps 1e-08"):
         assert change in said
 
 
@@ -195,7 +195,7 @@ def test_a_deep_problem_has_the_batches_and_mixes_of_all_stages() -> None:
     assert plan.layouts == (own,) and plan.problem.steps == 4
     assert "steps 3 -> 4" in " ".join(plan.problem.changes)
     training = plan.problem.training()
-    assert [each.tokens.shape for each in training.batches] == [(48, 21), (24, 63), (144, 63), (144, 63)]
+    assert [each.tokens.shape for each in training.batches] == [(48, 32), (24, 96), (144, 96), (144, 96)]
     assert [training.micro_batches(8, step) for step in range(4)] == [8, 12, 72, 72]
     assert [training.micro_batches(1, step) for step in range(4)] == [1, 1, 1, 1], "accumulation is off in all steps"
     for layout, micro_batches in ((own, [8, 12, 72]), (own.without("dp"), [8, 12, 72]), (ParityLayout(), [1, 1, 1])):

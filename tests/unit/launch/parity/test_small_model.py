@@ -65,10 +65,10 @@ def test_a_layer_of_every_kind_is_kept_in_its_order() -> None:
 
 def test_windows_caps_and_learned_positions_are_in_reach_of_short_sequences() -> None:
     gemma = made(published("gemma2"))
-    assert gemma.model.sliding_window == 8 and gemma.training.sequence_length == 64
+    assert gemma.model.sliding_window == 12 and gemma.training.sequence_length == 96
     assert gemma.model.attn_logit_softcapping == gemma.model.final_logit_softcapping == 5.0
     assert gemma.model.query_pre_attn_scalar == gemma.model.head_dim, "the scale of scores is that of the head again"
-    assert made(published("gpt2")).model.max_position_embeddings == 128
+    assert made(published("gpt2")).model.max_position_embeddings == 192
 
 
 PHI3 = {"hidden_size": 3072, "num_attention_heads": 32, "max_position_embeddings": 131072}
