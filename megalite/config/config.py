@@ -153,14 +153,6 @@ class Config(Section):
         return self.offload.optimizer == "cpu" or offloads_to_nvme(self.deepspeed)
 
     @property
-    def reduces_beside_backward(self) -> bool:
-        """True if engine/reduction reduces the gradients of a run, and not DeepSpeed.
-
-        ZeRO-3 takes gradients apart where it takes weights apart.
-        """
-        return self.parallel.zero_stage < 3
-
-    @property
     def batches(self) -> BatchSchedule:
         """The batch of each step, from the checkpoint of `counted_from` on, or from the start."""
         return BatchSchedule(self.training, *self._done)

@@ -22,11 +22,12 @@ from megalite.engine.batch_transfer import BatchTransfer, DeviceBatch, MicroBatc
 from megalite.engine.deepspeed.internals import flat_groups
 from megalite.engine.deepspeed.loss_scale import loss_scaler_tensor
 from megalite.engine.deepspeed.process_groups import Grid
-from megalite.engine.deepspeed.step import clear_gradient_partitions, current_loss_scale
+from megalite.engine.deepspeed.step import current_loss_scale
 from megalite.engine.initialization import LayerMaker, initialize
 from megalite.engine.optimizers.muon import Muon
 from megalite.engine.reduction.gradient_reduction import GradientReducer
-from megalite.engine.reduction.partitioned_step import PartitionedStep, take_over_step
+from megalite.engine.reduction.partitioned_step import PartitionedStep
+from megalite.engine.reduction.take_over import take_over_step
 from megalite.engine.reduction.weight_gathers import WeightGathers
 from megalite.engine.stages import Labels
 from megalite.engine.statistics.expert_bias import ExpertBias, ExpertCounts
@@ -57,17 +58,17 @@ class Engine(ABC):
             self.coordinate.tensor_rank,
             self._grid.get_slice_parallel_group(),
             config.parallel.sequence_parallel,
-            sums_parameters_at_step=config.reduces_beside_backward,
+            sums_parameters_at_step=True,
         )
         self._make = LayerMaker(config, layout, self._grid)
         peers = activity.peers
-        # ZeRO-3 gathers weights on the way, and DeepSpeed reduces its gradients as they come
-        self._forward_peers = self._backward_peers = peers.stage if layout.zero_stage == 3 else peers.tensor
+        # ZeRO-3 gathers weights on the way
+        self._compute_peers = peers.stage if layout.zero_stage == 3 else peers.tensor
         self.tied_weight: TiedWeight | None = None  # whose copy another rank holds, or the copy
         self.deepspeed: Any
         self.torch_optimizer: torch.optim.Optimizer
-        self.partitioned_step: PartitionedStep | None = None  # None: DeepSpeed reduces gradients
-        self.reducer: GradientReducer | None = None  # the same
+        self.partitioned_step: PartitionedStep
+        self.reducer: GradientReducer
         self.gathers: WeightGathers | None = None  # None: weights are whole after each step
         self.expert_counts: ExpertCounts | None = None  # None: this rank's blocks have no experts
         self.expert_bias: ExpertBias | None = None
@@ -78,15 +79,10 @@ class Engine(ABC):
     def _initialize(self, model: torch.nn.Module) -> None:
         """Completes the engine; a subclass calls it once, when it has its modules and knows `tied_weight`."""
         self.deepspeed, self.torch_optimizer = initialize(model, self.config, self.layout, self._grid, self._tp)
-        is_ours, device = self.config.reduces_beside_backward, self.deepspeed.device
-        may_be_late = is_ours and not self.config.is_optimizer_offloaded
-        self.decision = StepDecision(self.deepspeed, self._tp, may_be_late=may_be_late)
-        if is_ours:
-            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-            self.partitioned_step = take_over_step(
-                self.deepspeed, trained, self.config, self.activity, self._tp, self.decision
-            )
-            self.reducer = self.partitioned_step.reducer
+        device, trained = self.deepspeed.device, [each for each in model.parameters() if each.requires_grad]
+        self.decision = StepDecision(self.deepspeed, self._tp, may_be_late=not self.config.is_optimizer_offloaded)
+        step = take_over_step(self.deepspeed, trained, self.config, self.activity, self._tp, self.decision)
+        self.partitioned_step, self.reducer = step, step.reducer
         if isinstance(self.torch_optimizer, Muon):
             groups = flat_groups(self.deepspeed.optimizer)
             self.torch_optimizer.connect(groups, self.data_parallel_group(), self._tp)
@@ -100,7 +96,7 @@ class Engine(ABC):
         if self.config.data.sources:
             self.source_losses = SourceLosses(len(self.config.data.sources), device)
             self._participants.append(self.source_losses)
-        if is_ours and self.mesh.data_parallel_size > 1:
+        if self.layout.zero_stage < 3 and self.mesh.data_parallel_size > 1:
             at_once = [] if self.tied_weight is None else [self.tied_weight.weight]
             self.gathers = WeightGathers(self.deepspeed.optimizer, model, self.activity, at_once)
         self._participants += [each for each in (self.gathers, self.tied_weight) if each is not None]
@@ -203,13 +199,9 @@ class Engine(ABC):
         loss_scaler = loss_scaler_tensor(optimizer) if is_scaled else None  # which the step moves
         for participant in self._participants:
             participant.begin_step(micro_batches)
-        if self.reducer is None:
-            clear_gradient_partitions(optimizer)
-        else:
-            self.reducer.begin(self.micro_batches)
+        self.reducer.begin(self.micro_batches)
         micro_losses = self._accumulate_gradients(self._transfer(micro_batches), weight)
-        if self.reducer is not None:
-            self.reducer.finish()
+        self.reducer.finish()
         global_losses = cache(partial(self._reduced_losses, micro_losses))  # collective; the gate may ask first
         with self.decision.about(gate, lambda: global_losses()[0]):
             self.activity.record_op(Operation.OPTIMIZER, peers=self.activity.peers.everyone)
@@ -221,7 +213,7 @@ class Engine(ABC):
         usage = None if self.expert_counts is None else self.expert_counts.usage
         readback = Readback(loss, norm, self.decision.skipped, usage, by_source, loss_scaler)
         self.activity.record_op(Operation.FINISH, peers=self.activity.peers.everyone)
-        norms = self.partitioned_step.part_norms if self.partitioned_step and self.decision.is_late(gate) else None
+        norms = self.partitioned_step.part_norms if self.decision.is_late(gate) else None
         return StepResult(readback, self.decision.refused, tuple(micro_losses), weight, norms, loss_scaler)
 
     def reads_late(self, gate: StepGate | None) -> bool:

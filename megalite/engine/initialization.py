@@ -16,7 +16,6 @@ from megalite.config import Config, ResolvedLayout
 from megalite.engine.compilation import compile_blocks
 from megalite.engine.deepspeed.config import deepspeed_config
 from megalite.engine.deepspeed.internals import accept_fp16_on_cpus, share_fp32_weights
-from megalite.engine.deepspeed.loss_scale import stay_at_smallest_loss_scale
 from megalite.engine.deepspeed.process_groups import Grid, group_timeout
 from megalite.engine.optimizers.build import build_optimizer
 from megalite.engine.optimizers.cpu_adam import BUILD_LIMIT, why_no_cpu_adam
@@ -65,12 +64,12 @@ def initialize(
     """Returns DeepSpeed's engine of a model and its torch optimizer; collective."""
     compile_blocks(model, config, torch.device(get_accelerator().current_device_name()), tp)
     for _, parameter in named_shards(model):
-        # DeepSpeed's norm counts an unmarked parameter on tensor-parallel rank 0 only, a marked one on every rank
+        # the norm counts an unmarked parameter on tensor-parallel rank 0 only, a marked one on every rank
         parameter.tensor_model_parallel = not parameter.shard.is_replicated  # type: ignore[attr-defined]
     optimizer = build_optimizer(
         [parameter for parameter in model.parameters() if parameter.requires_grad],
         config.optimizer,
-        bucket_size=config.parallel.gradient_bucket_size if config.reduces_beside_backward else None,
+        bucket_size=config.parallel.gradient_bucket_size,
         has_cpu_adam=_has_cpu_adam(config),
     )
     options = deepspeed_config(config, layout)
@@ -78,7 +77,6 @@ def initialize(
         accept_fp16_on_cpus()
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, mpu=grid, config=options)
     share_fp32_weights(engine.optimizer)
-    stay_at_smallest_loss_scale(engine.optimizer)
     return engine, optimizer
 
 

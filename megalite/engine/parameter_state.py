@@ -15,7 +15,6 @@ import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.utils import (
     safe_get_full_fp32_param,
-    safe_get_full_grad,
     safe_get_full_optimizer_state,
     safe_set_local_fp32_param,
     safe_set_local_optimizer_state,
@@ -119,16 +118,8 @@ def read_gradients(engine: Engine) -> Iterator[tuple[nn.Parameter, Tensor]]:
     The gradient is whole (this rank's `Shard`), fp32, averaged over the global batch, neither scaled nor clipped.
     """
     scale = loss_scale(engine)
-    if engine.reducer is not None:
-        for parameter, gradient in engine.reducer.whole_gradients():
-            yield parameter, gradient / scale
-        return
-    for _, parameter in engine.trained_parameters():
-        # the accessor would return an existing `grad`, of which ZeRO-1 has reduced only this rank's partition
-        own, parameter.grad = parameter.grad, None
-        gradient = safe_get_full_grad(parameter)
-        parameter.grad = own
-        yield parameter, gradient.detach().float().view(parameter.shard.local_shape) / scale  # type: ignore[attr-defined]
+    for parameter, gradient in engine.reducer.whole_gradients():
+        yield parameter, gradient / scale
 
 
 def loss_scale(engine: Engine) -> float:

@@ -39,7 +39,7 @@ class PlainEngine(Engine):
         for number, batch in enumerate(micro_batches, start=1):
             loss = self._loss(number, batch, weight)
             losses.append(loss.detach())
-            self.activity.record_op(Operation.BACKWARD, number, self._backward_peers)
+            self.activity.record_op(Operation.BACKWARD, number, self._compute_peers)
             backward(self.deepspeed, loss)
         return losses
 
@@ -49,7 +49,7 @@ class PlainEngine(Engine):
     def _loss(self, number: int, batch: DeviceBatch, weight: Tensor) -> Tensor:
         self.activity.record_op(Operation.LOAD, number)
         labels = self._labels(batch, weight)
-        self.activity.record_op(Operation.FORWARD, number, self._forward_peers)
+        self.activity.record_op(Operation.FORWARD, number, self._compute_peers)
         loss: Tensor = self.deepspeed(batch.inputs, labels)
         return loss
 

@@ -1,21 +1,21 @@
 """The decision whether an optimizer step is taken, after its gradients are known and before weights change.
 
-Three may decide. The device does where it can: a step that is not finite changes nothing there but fp16's loss scale,
-and the host hears of it a step later. The host does for a gate that wants to be asked. DeepSpeed does where it reduces
-the gradients itself; there the gate is asked at the place of DeepSpeed's own question.
+The device decides where it can: a step that is not finite changes nothing there but fp16's loss scale, and the host
+hears of it a step later. The host does for a gate that wants to be asked, and for an optimizer that is there.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalite.engine.deepspeed.step import asking_first, leave_to_device, takes_step
+from megalite.engine.deepspeed.step import leave_to_device, takes_step
 from megalite.parallel.collectives import TensorParallel
 
 
@@ -63,7 +63,7 @@ class StepDecision:
     def is_late(self, gate: StepGate | None) -> bool:
         """Returns whether a step that is not finite is skipped on the device, without the host, which hears of it late.
 
-        It is not where the gate has to be asked, or where DeepSpeed decides.
+        It is not where the gate has to be asked, or where the optimizer is on the host.
         """
         return self._may_be_late and (gate is None or not gate.waits)
 
@@ -81,9 +81,7 @@ class StepDecision:
         self._gate, self._loss, self._loss_on_host = gate, loss, None
         self.refused, self.skipped_on_device = False, None
         before = self._engine.skipped_steps
-        is_asked = gate is not None and not self.is_late(gate)
-        with asking_first(self._engine.optimizer, self._refuses) if is_asked else nullcontext():
-            yield
+        yield
         self.left_out = self._engine.skipped_steps > before
 
     def by_norm(self, norm: Tensor) -> tuple[bool, Tensor | None]:
@@ -93,7 +91,8 @@ class StepDecision:
         """
         optimizer = self._engine.optimizer
         if not self.is_late(self._gate):
-            return takes_step(optimizer, norm, self._on_host(norm)), None
+            is_finite = math.isfinite(self._on_host(norm))
+            return takes_step(optimizer, norm, is_finite=is_finite, is_refused=self._refuses(not is_finite)), None
         is_held, overflow = self._is_held, ~torch.isfinite(norm)
         skipped = overflow.float()
         if self._gate is not None:  # it may want to look into the step before the next one changes weights
@@ -110,7 +109,8 @@ class StepDecision:
         return float(on_host)
 
     def _refuses(self, is_not_finite: bool) -> bool:
-        assert self._gate is not None
+        if self._gate is None:
+            return False
         self.refused = not is_not_finite and not self._gate.takes(self._read_loss)
         if is_not_finite or self.refused:
             self._gate.examine()

@@ -39,7 +39,6 @@ class Readback:
         `SourceLosses` over all replicas, `loss_scaler` that of `StepResult`; makes no one wait."""
         parts = [part if isinstance(part, Tensor) else loss.new_full((), float(part)) for part in (grad_norm, skipped)]
         parts += [] if loss_scaler is None else [loss_scaler[0]]
-        # the norm is on the host where the optimizer is
         parts = [part.detach().to(loss.device, torch.float64, non_blocking=True) for part in (loss, *parts)]
         numbers, self._scalars = torch.stack(parts), len(parts)
         self._shapes = [None if table is None else table.shape for table in (expert_usage, source_losses)]

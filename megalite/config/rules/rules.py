@@ -23,7 +23,10 @@ from megalite.config.rules.stages import problems_with_stages
 from megalite.config.store_url import problem_with_url
 from megalite.config.suggestions import multiples_near, tensor_parallel_fits, tensor_parallel_near
 
-OF_DEEPSPEEDS_REDUCTION = ("contiguous_gradients", "overlap_comm", "reduce_scatter", "use_multi_rank_bucket_allreduce")
+OF_DEEPSPEEDS_REDUCTION = (
+    *("contiguous_gradients", "overlap_comm", "reduce_scatter", "use_multi_rank_bucket_allreduce"),
+    "zero_quantized_gradients",
+)
 
 
 def check_rules(config: Config, data_parallel_size: int | None, device: Device | None) -> None:
@@ -137,9 +140,8 @@ def _deepspeed(config: Config, device: Device | None) -> Iterator[str]:
             "deepspeed.zero_optimization.compute_grad_norm false would let gradients that are not finite into the "
             "weights: remove it"
         )
-    for key in ("zero_quantized_weights", "zero_quantized_gradients"):
-        if device == "cpu" and zero.get(key):
-            yield f"deepspeed.zero_optimization.{key} needs a GPU, but this run is on a CPU: remove it"
+    if device == "cpu" and zero.get("zero_quantized_weights"):
+        yield "deepspeed.zero_optimization.zero_quantized_weights needs a GPU, but this run is on a CPU: remove it"
     if dtype != "fp16" and "fp16" in options:
         yield (
             f"deepspeed.fp16 has no effect with precision.dtype {dtype}: remove deepspeed.fp16, or set "
@@ -156,11 +158,12 @@ def _monitor(config: Config, device: Device | None) -> Iterator[str]:
 
 
 def _gradient_reduction(config: Config) -> Iterator[str]:
-    if config.reduces_beside_backward:
-        for key in filter(config.deepspeed.get("zero_optimization", {}).get, OF_DEEPSPEEDS_REDUCTION):
+    zero_stage = config.parallel.zero_stage
+    for key in filter(config.deepspeed.get("zero_optimization", {}).get, OF_DEEPSPEEDS_REDUCTION):
+        if key != "overlap_comm" or zero_stage < 3:  # ZeRO-3 gathers weights with it
             yield (
                 f"deepspeed.zero_optimization.{key} has no effect with parallel.zero_stage "
-                f"{config.parallel.zero_stage}, whose gradients are summed by megalite while backward runs: remove it"
+                f"{zero_stage}, whose gradients are summed by megalite while backward runs: remove it"
             )
 
 

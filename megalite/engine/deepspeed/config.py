@@ -23,8 +23,6 @@ def deepspeed_config(config: Config, layout: ResolvedLayout) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": training.micro_batch_size,
         "gradient_accumulation_steps": layout.gradient_accumulation_steps,
         "gradient_clipping": training.gradient_clipping,  # 0 before 0.19.3, 1 since
-        # by default the format of the weights: ZeRO-3 would sum every micro-batch's gradients in bf16
-        "communication_data_type": precision.reduction_dtype,
         # `backward` adds gradients up, and `step`, which is called once per optimizer step, uses them: a stage of a
         # pipeline hands over its gradients in as many parts as its schedule has, and none has to be called the last
         "managed_gradient_accumulation": False,
@@ -39,11 +37,7 @@ def deepspeed_config(config: Config, layout: ResolvedLayout) -> dict[str, Any]:
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {
             "stage": layout.zero_stage,
-            # where the gradients are reduced by us, its buffer would only take memory
-            "contiguous_gradients": layout.zero_stage == 3,
-            "reduce_scatter": True,
-            # the buffers of DeepSpeed's default (5e8) would be 2 GB each
-            "reduce_bucket_size": config.parallel.gradient_bucket_size,
+            "contiguous_gradients": False,  # whose buffer would only take memory: gradients are reduced by us
             "allgather_bucket_size": -(-config.parallel.gradient_bucket_size // 2) * 2,  # an odd one is refused
             # without it stage 3 would gather weights on the stream that computes
             "overlap_comm": layout.zero_stage == 3,
@@ -54,9 +48,7 @@ def deepspeed_config(config: Config, layout: ResolvedLayout) -> dict[str, Any]:
         },
         "bf16": {
             "enabled": precision.dtype == "bf16",
-            # a bf16 gradient is freed as soon as its fp32 sum has taken it; and DeepSpeed#7985, which left the last
-            # micro-batch out of the reduction, is about the other way
-            "immediate_grad_update": True,
+            "immediate_grad_update": True,  # else each backward would look for gradients
             # a step with a gradient that is not finite is skipped; False before 0.19.3, True since
             "check_grad_overflow": True,
         },

@@ -161,18 +161,6 @@ def accept_fp16_on_cpus() -> None:
     accelerator.CPU_Accelerator.is_fp16_supported = lambda _: True
 
 
-def let_stages_differ() -> None:
-    """Keeps ZeRO-3 from comparing the order of modules and parameters over all ranks, of which stages have others.
-
-    `reset_step` (runtime/zero/partitioned_param_coordinator.py) does it at every forward of the engine, over the world:
-    ranks of another stage would fail or wait forever. Replicas of a stage run the same table; comparing them alone
-    would make every hand-over wait for the device.
-    """
-    import deepspeed.runtime.zero.partitioned_param_coordinator as coordinator
-
-    coordinator.assert_ints_same_as_other_ranks = lambda _: None
-
-
 class FlatGroup(NamedTuple):
     """One group of ZeRO-1 or ZeRO-2: its parameters are views of one flat tensor, cut evenly over the replicas."""
 
@@ -194,14 +182,11 @@ def flat_groups(optimizer: Any) -> list[FlatGroup]:
     return [FlatGroup(*row, None) for row in groups]
 
 
-def take_over_reduction(engine: Any) -> tuple[list[FlatGroup], Any]:
-    """Makes DeepSpeed leave gradients to us; returns its parameter groups and the group of the replicas.
-
-    Without `enable_backward_allreduce` neither `backward` nor `step` (runtime/engine.py) reduces. The hooks of
-    BF16_Optimizer and DeepSpeedZeroOptimizer, `_grad_acc_hooks`, only add gradients to sums of their own;
-    `clear_hp_grads` would write zeros over BF16_Optimizer's sums twice in a step, and
-    `finalize_gradient_accumulation_boundary` look for ZeRO-2's gradients where there are none. An offloaded optimizer
-    has buffers for them, and by `contiguous_gradients` would get one more in each backward.
+def take_over_reduction(engine: Any) -> None:
+    """Makes DeepSpeed leave gradients to us: it neither reduces them, for which `enable_backward_allreduce` is and the
+    hooks of its optimizers, nor looks for them in `finalize_gradient_accumulation_boundary`, nor writes zeros over
+    BF16_Optimizer's sums. Buffers of an offloaded optimizer for them go, of which `contiguous_gradients` would make one
+    in each backward, and ZeRO-3's, as long as this rank's partitions.
     """
     optimizer = engine.optimizer
     engine.enable_backward_allreduce = False
@@ -209,12 +194,13 @@ def take_over_reduction(engine: Any) -> tuple[list[FlatGroup], Any]:
         hook.remove()
     if isinstance(optimizer, bf16_optimizer.BF16_Optimizer):
         optimizer.clear_hp_grads = lambda: None
-        optimizer._update_scale = lambda has_overflow: None  # it has no loss scale, and is asked like the others
     optimizer.finalize_gradient_accumulation_boundary = lambda: None
     if getattr(optimizer, "cpu_offload", False):
         optimizer.contiguous_gradients, optimizer.param_buffer_of_bit16_for_cpu_offload_groups = False, []
         optimizer.temp_grad_buffer_for_cpu_offload = optimizer.temp_grad_buffer_for_gpu_offload = None
-    return flat_groups(optimizer), optimizer.dp_process_group
+    if hasattr(optimizer, "grad_partitions_flat_buffer"):
+        optimizer.grad_partitions_flat_buffer = None
+        optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition.clear()
 
 
 # Imports, output and process groups

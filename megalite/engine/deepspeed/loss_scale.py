@@ -21,7 +21,8 @@ class DeviceLossScaler:
 
     def __init__(self, scaler: Any, device: torch.device) -> None:
         self._rules, self.min_scale = scaler, scaler.min_scale
-        self.restore(torch.tensor(_on_host(scaler), dtype=torch.float64, device=device))
+        state = [float(getattr(scaler, name)) for name in FIELDS]
+        self.restore(torch.tensor(state, dtype=torch.float64, device=device))
 
     def restore(self, state: Tensor) -> None:
         """Takes another state: `FIELDS`, float64. It is replaced, never written to, so that who read it keeps it."""
@@ -55,12 +56,14 @@ class DeviceLossScaler:
 
 
 def keep_loss_scale_on_device(engine: Any) -> None:
-    """Makes the device move the loss scale of an engine whose step is ours; does nothing without a dynamic one.
+    """Makes the device move the loss scale of an engine; does nothing without a dynamic one. At the smallest scale it
+    raises nothing, as DeepSpeed's does: the guard counts skipped steps.
 
     Nothing that such an engine still does in a step (`scale_if_loss` of runtime/base_optimizer.py, `_update_scale` of
     runtime/zero/stage_1_and_2.py) looks at the scale's number.
     """
-    if (scaler := _dynamic_loss_scaler(engine.optimizer)) is not None:
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
+    if getattr(scaler, "dynamic", False):
         engine.optimizer.loss_scaler = DeviceLossScaler(scaler, engine.device)
 
 
@@ -69,10 +72,8 @@ def loss_scaler_tensor(optimizer: Any) -> Tensor | None:
 
     A step does not write to it.
     """
-    scaler = _dynamic_loss_scaler(optimizer)
-    if scaler is None:
-        return None
-    return scaler.state if isinstance(scaler, DeviceLossScaler) else torch.tensor(_on_host(scaler), dtype=torch.float64)
+    scaler = getattr(optimizer, "loss_scaler", None)
+    return scaler.state if isinstance(scaler, DeviceLossScaler) else None
 
 
 def loss_scaler_state(optimizer: Any) -> dict[str, float]:
@@ -87,36 +88,14 @@ def named(state: Tensor | None) -> dict[str, float]:
 
 def set_loss_scaler_state(optimizer: Any, state: dict[str, float]) -> None:
     """Restores what `loss_scaler_state` returned; does nothing for other precisions."""
-    scaler = _dynamic_loss_scaler(optimizer)
+    scaler = getattr(optimizer, "loss_scaler", None)
     if isinstance(scaler, DeviceLossScaler):
         known = named(scaler.state)
         values = [state.get(name, known[name]) for name in FIELDS]
         scaler.restore(torch.tensor(values, dtype=torch.float64, device=scaler.state.device))
-    elif scaler is not None:
-        for name in FIELDS:
-            if name in state:
-                setattr(scaler, name, type(getattr(scaler, name))(state[name]))
 
 
 def can_fall(optimizer: Any, scale: float) -> bool:
     """Returns whether `scale` is above fp16's smallest, so that it may be what made gradients overflow."""
-    scaler = _dynamic_loss_scaler(optimizer)
-    return scaler is not None and bool(scale > scaler.min_scale)
-
-
-def stay_at_smallest_loss_scale(optimizer: Any) -> None:
-    """Makes DeepSpeed skip a step that overflows at fp16's smallest loss scale like any other; the guard counts them.
-
-    By default the loss scaler raises a bare Exception there.
-    """
-    if (scaler := _dynamic_loss_scaler(optimizer)) is not None:
-        scaler.raise_error_at_min_scale = False
-
-
-def _dynamic_loss_scaler(optimizer: Any) -> Any:
     scaler = getattr(optimizer, "loss_scaler", None)
-    return scaler if getattr(scaler, "dynamic", False) else None
-
-
-def _on_host(scaler: Any) -> list[float]:
-    return [float(getattr(scaler, name)) for name in FIELDS]
+    return isinstance(scaler, DeviceLossScaler) and bool(scale > scaler.min_scale)

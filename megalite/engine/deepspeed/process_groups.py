@@ -38,7 +38,7 @@ class Grid(PipelineParallelGrid):  # type: ignore[misc]
         self._topo = topology = PipeModelDataParallelTopology(num_pp=pp, num_mp=tp, num_dp=dp)
         self.slice_parallel_size, self.pipe_parallel_size, self.data_parallel_size = tp, pp, dp
         self.global_rank, self.ds_model_world_size = dist.get_rank(), pp * tp
-        self.data_parallel_id = self.get_data_parallel_id()
+        self.data_parallel_id, self.ds_model_rank = self.get_data_parallel_id(), self.get_slice_parallel_rank()
         self.dp_proc_group = group_among(topology.get_axis_comm_lists("data"))
         self.dp_group = dist.get_process_group_ranks(self.dp_proc_group)
         self.pipe_groups = topology.get_axis_comm_lists("pipe") if pp > 1 else []  # of all pipelines, by stage
@@ -47,13 +47,6 @@ class Grid(PipelineParallelGrid):  # type: ignore[misc]
         self.ds_model_proc_group = self.pp_proc_group or self.slice_proc_group  # of a replica: DeepSpeed's norm
         if pp > 1 and tp > 1:
             self.ds_model_proc_group = group_among([topology.get_axis_list("data", replica) for replica in range(dp)])
-
-    def get_model_parallel_rank(self) -> int:
-        """Returns the tensor-parallel rank: on the first of them ZeRO-3's norm counts what all of them hold alike.
-
-        DeepSpeed's own is the rank among all ranks of a replica: only those of the first stage would be counted.
-        """
-        return int(self.get_slice_parallel_rank())
 
 
 def group_among(groups: Sequence[Sequence[int]]) -> Any:

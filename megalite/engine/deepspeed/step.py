@@ -5,9 +5,6 @@ A test in test_internals.py fails when such a part moves.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,30 +35,18 @@ def backward(engine: Any, loss: torch.Tensor) -> None:
     engine.backward(loss * 1.0, scale_wrt_gas=False)
 
 
-def clear_gradient_partitions(optimizer: Any) -> None:
-    """Clears what a step before may have left of its gradients, to which the next one would add.
-
-    `partition_grads` (runtime/zero/stage3.py) overwrites gradients in the first backward of a step and adds to them in
-    the others: a parameter that the first one does not touch would keep the gradient of the step before.
-    """
-    for partition in getattr(optimizer, "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition", {}).values():
-        partition.zero_()
-
-
 def current_loss_scale(optimizer: Any) -> torch.Tensor | float:
     """Returns the factor on the gradients of the current step, on the device if it is kept there: 1 without fp16."""
     scale: torch.Tensor | float = getattr(optimizer, "loss_scale", 1.0)  # BF16_Optimizer has none
     return scale if isinstance(scale, torch.Tensor) else float(scale)
 
 
-def takes_step(optimizer: Any, norm: torch.Tensor, norm_on_host: float) -> bool:
-    """Decides by the gradients' norm whether a step on our gradients is taken, where DeepSpeed's own step does, so that
-    a gate is asked too; records the norm, infinite if not.
-
-    It is of the gradients without fp16's loss scale, which is updated.
-    """
-    optimizer.overflow = not math.isfinite(norm_on_host)
-    optimizer._update_scale(optimizer.overflow)
+def takes_step(optimizer: Any, norm: torch.Tensor, *, is_finite: bool, is_refused: bool = False) -> bool:
+    """Records what the host has decided about a step: whether it is taken, which it returns, and the norm, infinite if
+    not. fp16's loss scale moves, unless the step is refused."""
+    optimizer.overflow = is_refused or not is_finite
+    if not is_refused and (scaler := getattr(optimizer, "loss_scaler", None)) is not None:  # BF16_Optimizer has none
+        scaler.update_scale(not is_finite)
     optimizer._global_grad_norm = float("inf") if optimizer.overflow else norm
     return not optimizer.overflow
 
@@ -74,26 +59,3 @@ def leave_to_device(optimizer: Any, norm: torch.Tensor, overflow: torch.Tensor, 
     optimizer.overflow, optimizer._global_grad_norm = False, norm
     if isinstance(scaler := getattr(optimizer, "loss_scaler", None), DeviceLossScaler):
         scaler.update_scale(overflow, is_held)
-
-
-@contextmanager
-def asking_first(optimizer: Any, refuses: Callable[[bool], bool]) -> Iterator[None]:
-    """Makes steps of the `with` ask `refuses`, given whether the gradients are not finite, before weights change.
-
-    DeepSpeed offers no callback between its check for overflow and the update, so the function is replaced that every
-    step calls there: `_update_scale` of DeepSpeedZeroOptimizer and DeepSpeedZeroOptimizer_Stage3
-    (runtime/zero/stage_1_and_2.py and stage3.py), which look at `overflow` after it. `takes_step` calls it too.
-    """
-    update_scale = optimizer._update_scale
-
-    def ask_or_update(has_overflow: bool = False) -> None:
-        if refuses(has_overflow):
-            optimizer.overflow = True
-        else:
-            update_scale(has_overflow)
-
-    optimizer._update_scale = ask_or_update
-    try:
-        yield
-    finally:
-        optimizer._update_scale = update_scale

@@ -7,6 +7,7 @@ It is torch's where torch has it: DeepSpeed's own would compile kernels at start
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import prod
 from typing import Any
 
 import torch
@@ -31,16 +32,14 @@ def moments_of(parameter: nn.Parameter, optimizer: str) -> tuple[str, ...]:
 def build_optimizer(
     parameters: Iterable[nn.Parameter],
     options: OptimizerConfig,
-    bucket_size: int | None = None,
+    bucket_size: int,
     *,
     has_cpu_adam: bool = False,
 ) -> torch.optim.Optimizer:
     """Builds the optimizer: matrices decay, vectors (norms and biases) do not.
 
-    With `bucket_size` there is a group for each bucket of gradients: ZeRO-1 and ZeRO-2 cut each group into one
-    partition per replica, so that the group's gradients can be reduce-scattered in place. Else there are two groups on
-    every pipeline stage, since every stage holds a block: DeepSpeed's gradient norm does one collective per non-empty
-    group and would wait forever for a stage with fewer (DeepSpeed#1522).
+    There is a group for each bucket of gradients, of at most `bucket_size` numbers: ZeRO cuts each group into one
+    partition per replica, so that the group's gradients can be reduce-scattered together.
 
     `has_cpu_adam`: the parameters it will update are on the host, and DeepSpeed's Adam for the CPU is usable.
     """
@@ -56,10 +55,7 @@ def build_optimizer(
         (vectors, {"weight_decay": 0.0}),
     )
     groups: list[dict[str, Any]] = [
-        {"params": bucket, **values}
-        for alike, values in kinds
-        if alike
-        for bucket in (_buckets(alike, bucket_size) if bucket_size else [alike])
+        {"params": bucket, **values} for alike, values in kinds if alike for bucket in _buckets(alike, bucket_size)
     ]
     if options.name == "sgd":
         return torch.optim.SGD(groups, lr=options.learning_rate, fused=True)
@@ -77,9 +73,10 @@ def _buckets(parameters: list[nn.Parameter], size: int) -> list[list[nn.Paramete
     buckets: list[list[nn.Parameter]] = []
     room = 0
     for parameter in parameters:
-        if parameter.numel() > room:
+        numbers = prod(parameter.shard.local_shape)  # type: ignore[attr-defined]  # ZeRO-3 holds nothing of it now
+        if numbers > room:
             buckets.append([])
             room = size
         buckets[-1].append(parameter)
-        room -= parameter.numel()
+        room -= numbers
     return buckets

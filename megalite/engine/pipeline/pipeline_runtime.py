@@ -35,8 +35,7 @@ class StageContext:
     handover: Handover
     activity: Activity
     ranks: Sequence[int]  # the global rank of each stage of this pipeline
-    forward_peers: tuple[int, ...]
-    backward_peers: tuple[int, ...]
+    compute_peers: tuple[int, ...]
     put_off: WeightGradientQueue | None  # of a schedule that splits backward
 
 
@@ -128,7 +127,7 @@ class ProgramRun:
             inputs = self._here.pop((position, number)) if is_here else self._layout.unpack(self._taken(action.needs))
             inputs.hidden.requires_grad_(torch.is_grad_enabled())
         is_last = position == self._context.last_position
-        self._record_pass(Operation.FORWARD, action, self._context.forward_peers)
+        self._record_pass(Operation.FORWARD, action, self._context.compute_peers)
         outputs = self._context.chunks[position](inputs, self._labels(number) if is_last else None)
         if is_last:
             self._outputs[number] = outputs.detach()
@@ -148,7 +147,7 @@ class ProgramRun:
             gradient = self._results.pop((MessageKind.GRADIENT, position, number))
         elif not is_last:
             gradient = self._taken(action.needs)
-        self._record_pass(Operation.BACKWARD, action, self._context.backward_peers)
+        self._record_pass(Operation.BACKWARD, action, self._context.compute_peers)
         inputs, output = self._alive.pop((position, number))
         if gradient is None:
             self._context.handover.scalar(lambda: output.view_as(output))
@@ -161,7 +160,7 @@ class ProgramRun:
             self._put_off[position, number] = self._context.put_off.take()
 
     def _weight_gradients(self, action: Compute) -> None:
-        self._record_pass(Operation.WEIGHT_GRADIENT, action, self._context.backward_peers)
+        self._record_pass(Operation.WEIGHT_GRADIENT, action, self._context.compute_peers)
         products = self._put_off.pop((action.position, action.micro_batch))
         if products:
             self._context.handover.scalar(lambda: root_of_weight_gradients(products))

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from megalite.config import Config, ResolvedLayout
 from megalite.config.batch_stages import BatchShape
 from megalite.engine.batch_transfer import DeviceBatch, MicroBatch
-from megalite.engine.deepspeed.internals import let_stages_differ
 from megalite.engine.deepspeed.process_groups import group_among
+from megalite.engine.deepspeed.zero_3 import let_stages_differ
 from megalite.engine.engine import Engine
 from megalite.engine.pipeline.handover import Handover
 from megalite.engine.pipeline.pipeline_runtime import ProgramRun, StageContext
@@ -68,8 +68,7 @@ class PipelinedEngine(Engine):
             self._handover,
             activity,
             self._ranks,
-            self._forward_peers,
-            self._backward_peers,
+            self._compute_peers,
             self.put_off,
         )
         self._forward_programs: dict[int, Program] = {}  # by the number of micro-batches
@@ -114,18 +113,9 @@ class PipelinedEngine(Engine):
         programs = training_programs(self._schedule, self._stages, self.micro_batches, self.layout.pipeline_chunks)
         check_programs(programs)
         self._training_program = programs[self.coordinate.pipeline_rank]
-        if self.reducer is not None and (weight := self._tied_embedding) is not None:
+        if (weight := self._tied_embedding) is not None:
             is_same_rank = self._placement[0] == self._placement[-1]
-            self.reducer.expect_more(weight, self.micro_batches if is_same_rank else self._tied_parts(weight))
-
-    def _tied_parts(self, weight: Tensor) -> int:
-        """Returns in how many parts the embedding takes the head's gradient, which is in fp32.
-
-        Three numbers of bf16 have as many bits as one of fp32. In fp16 a part is as large as a micro-batch's gradient,
-        so that it overflows where that would; the last one has the bits that are left.
-        """
-        parts = {torch.float32: 1, torch.bfloat16: 3, torch.float16: self.micro_batches + 1}
-        return parts[weight.dtype]
+            self.reducer.expect_more(weight, self.micro_batches if is_same_rank else 1)
 
     def _forward_program(self, count: int) -> Program:
         """Returns the program of an evaluation, whose number of micro-batches is the same every time."""
@@ -174,12 +164,8 @@ class PipelinedEngine(Engine):
             return
         gradient = torch.empty(weight.shape, dtype=torch.float32, device=self._device)
         dist.recv(gradient, src=ranks[1], group=group)
-        # a parameter takes gradients of its own format only, and they are summed in fp32
-        shares = self.micro_batches if weight.dtype == torch.float16 else 1
-        for number in range(self._tied_parts(weight)):
-            part = (gradient / max(1, shares - number)).to(weight.dtype)
-            self._handover.gradients([weight], [part])
-            gradient -= part
+        assert isinstance(weight, nn.Parameter)
+        self.reducer.add(weight, gradient)
 
     def _evaluate(self, micro_batches: Sequence[DeviceBatch], count: int, weight: Tensor) -> list[Tensor]:
         training = self.config.training

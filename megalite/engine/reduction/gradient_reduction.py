@@ -1,11 +1,11 @@
-"""Sum of gradients over replicas for ZeRO-1 and ZeRO-2, bucket by bucket while backward goes on.
+"""Sum of gradients over replicas, bucket by bucket while backward goes on.
 
 In: parameters in buckets, and how many gradients each gets in a step. Out: the mean over the replicas of this rank's
 partition of every bucket, fp32. A hook on each parameter adds its gradient to the bucket's flat sum and frees it; a
-bucket whose parameters have all had theirs is reduced: for ZeRO-1 once in a step, for ZeRO-2 in one round for each
-micro-batch, so that a flat sum lives from one round to the next alone and partitions take up what comes out. Who calls
-backward, and in what order, is not known here: gradients that come ahead of their round travel with an earlier one. No
-DeepSpeed. On a GPU linear layers have their GEMM add to the flat sum instead (`add_product`).
+bucket whose parameters have all had theirs is reduced: for ZeRO-1 once in a step, for ZeRO-2 and ZeRO-3 in one round
+for each micro-batch, so that a flat sum lives from one round to the next alone and partitions take up what comes out.
+Who calls backward, and in what order, is not known here: gradients that come ahead of their round travel with an
+earlier one. No DeepSpeed. On a GPU linear layers have their GEMM add to the flat sum instead (`add_product`).
 
 Each bucket is reduce-scattered in place: rank r keeps elements [r * P, (r + 1) * P) of its R * P ones; why is told in
 docs/design.md, Gradients of replicas. gloo has no reduce-scatter, and torch runs an all-reduce of a copy there.
@@ -34,6 +34,7 @@ class BucketSlice:
 
     parameter: nn.Parameter
     start: int  # in the bucket
+    shape: torch.Size  # whole, also where ZeRO-3 holds nothing of it between passes
     from_elsewhere: int = 0  # gradients per step beside one per micro-batch
     expected: int = 0
     received: int = 0
@@ -42,22 +43,22 @@ class BucketSlice:
 
     def __str__(self) -> str:
         shard = getattr(self.parameter, "shard", None)  # none outside of a model of ours
-        return f"{'a parameter' if shard is None else shard.name} of shape {tuple(self.parameter.shape)}"
+        return f"{'a parameter' if shard is None else shard.name} of shape {tuple(self.shape)}"
 
     @property
     def stop(self) -> int:
-        return self.start + self.parameter.numel()
+        return self.start + self.shape.numel()
 
     def view_of(self, sums: Tensor) -> Tensor:
         """Returns the parameter's part of its bucket's sum as a view in the parameter's shape."""
-        return sums[self.start : self.stop].view(self.parameter.shape)
+        return sums[self.start : self.stop].view(self.shape)
 
 
 @dataclass
 class Bucket:
     """Parameters whose gradients are summed in one flat tensor and reduced by one collective.
 
-    What lies between and behind the slices is padding and stays zero.
+    What lies between and behind the slices is padding and stays zero. Replicas own equal parts, in the order of ranks.
     """
 
     slices: list[BucketSlice]
@@ -84,6 +85,18 @@ class Bucket:
             for end, start in zip(ends, starts, strict=True):
                 self.sums[end:start].zero_()
         return self.sums
+
+    def by_rank(self, sums: Tensor, replicas: int) -> Tensor:
+        """Returns the flat sum with each replica's part in one piece."""
+        return sums
+
+    def parts_of(self, rank: int, replicas: int) -> Iterator[tuple[BucketSlice, int, int, int]]:
+        """Yields slices of which a replica owns a part, its range in the slice, and its start in all that is owned."""
+        length = self.size // replicas
+        for one in self.slices:
+            start, stop = max(one.start, rank * length), min(one.stop, (rank + 1) * length)
+            if start < stop:
+                yield one, start - one.start, stop - one.start, start - rank * length
 
 
 class GradientReducer:
@@ -154,10 +167,12 @@ class GradientReducer:
 
     def _take(self, parameter: nn.Parameter) -> None:
         """Adds a parameter's new gradient to its bucket; runs behind each accumulation into `grad`."""
-        gradient = parameter.grad
-        if gradient is None:  # a layer has put it off, and hands it over later, or has added it by `add_product`
-            return
-        parameter.grad = None
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is not None:  # else a layer has put it off, and hands it over later, or has called `add_product`
+            self.add(parameter, gradient)
+
+    def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Adds a new gradient of a parameter, in any format, to its bucket."""
         bucket, one = self._expected(parameter)
         own = one.view_of(bucket.open(gradient.device))
         if one.is_held:
@@ -206,7 +221,7 @@ class GradientReducer:
         with reducing, nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             if self._in_rounds:  # one flat sum at a time is on the wire, beside that which backward fills
                 self._settle_pending()
-            bucket.on_wire = sums.to(self._wire_dtype)
+            bucket.on_wire = bucket.by_rank(sums, self._size).to(self._wire_dtype)
             own = self._own(bucket.on_wire)
             bucket.work = getattr(dist, REDUCE_SCATTER)(own, bucket.on_wire, group=self._group, async_op=True)
             self._pending.append(bucket)
@@ -277,24 +292,21 @@ class GradientReducer:
         """Yields the parameters of which this rank holds reduced gradients, the first element that it holds of each,
         and its part of the mean, flat: a view of `partitions`."""
         for bucket, partition in zip(self._buckets, self.partitions, strict=True):
-            first = self._rank * len(partition)
-            for one in bucket.slices:
-                start, stop = max(one.start, first), min(one.stop, first + len(partition))
-                if start < stop:
-                    yield one.parameter, start - one.start, partition[start - first : stop - first]
+            for one, start, stop, place in bucket.parts_of(self._rank, self._size):
+                yield one.parameter, start, partition[place : place + stop - start]
 
     def whole_gradients(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Yields each parameter and its whole mean gradient, fp32, in the parameter's shape; collective, after
         `finish`. For tests and reports: one all-reduce per parameter."""
         own = {parameter: (start, part) for parameter, start, part in self.own_parts()}
-        for parameter in self._place:
-            whole = torch.zeros(parameter.numel(), device=self.device)
+        for parameter, (_, one) in self._place.items():
+            whole = torch.zeros(one.shape.numel(), device=self.device)
             if parameter in own:
                 start, part = own[parameter]
                 whole[start : start + len(part)] = part
             if self._size > 1:
                 dist.all_reduce(whole, group=self._group)
-            yield parameter, whole.view(parameter.shape)
+            yield parameter, whole.view(one.shape)
 
     def release(self) -> None:
         """Frees what a step leaves: its sums, unless their memory is kept, and the partitions."""

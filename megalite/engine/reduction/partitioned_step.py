@@ -1,4 +1,4 @@
-"""The optimizer step of ZeRO-1 and ZeRO-2 on gradients that `GradientReducer` has reduced.
+"""The optimizer step on gradients that `GradientReducer` has reduced.
 
 Each rank works on its own partition alone: the norm, clipping and the update read no number that another replica owns.
 A step that is not finite is skipped on the device: the torch optimizer is given `grad_scale`, by which it divides the
@@ -8,7 +8,6 @@ the optimizer is on the host, the host decides.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,14 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalite.config import Config
-from megalite.engine.deepspeed.internals import take_over_reduction
-from megalite.engine.deepspeed.loss_scale import keep_loss_scale_on_device
 from megalite.engine.deepspeed.step import current_loss_scale, flat_partitions
-from megalite.engine.reduction.gradient_reduction import Bucket, BucketSlice, GradientReducer
-from megalite.engine.stages import TORCH_DTYPES
+from megalite.engine.reduction.gradient_reduction import GradientReducer
 from megalite.engine.step_decision import StepDecision
-from megalite.parallel.collectives import TensorParallel
-from megalite.tracing.activity import Activity
 
 # torch sums the squares of a tensor on a CPU in eight fp32 numbers: of 5e7 elements the norm is 0.4 % wrong, of 2^16
 # less than 1e-6
@@ -34,13 +28,13 @@ class PartitionedStep:
     """Replaces the `step` of a DeepSpeed optimizer of ZeRO-1 or ZeRO-2."""
 
     def __init__(
-        self, optimizer: Any, reducer: GradientReducer, decision: StepDecision, clipping: float, tensor_rank: int
+        self, optimizer: Any, reducer: GradientReducer, decision: StepDecision, config: Config, tensor_rank: int
     ) -> None:
-        """`clipping` is the largest norm that is left alone, 0 for none."""
-        self._optimizer, self.reducer, self._decision, self._clipping = optimizer, reducer, decision, clipping
-        self._tensor_rank = tensor_rank
-        # DeepSpeed keeps pinned memory for the gradients of an optimizer on the host
-        self._on_host = [flat.grad for flat in flat_partitions(optimizer) if flat.grad is not None]
+        self._optimizer, self.reducer, self._decision = optimizer, reducer, decision
+        self._clipping, self._tensor_rank = config.training.gradient_clipping, tensor_rank
+        self._is_on_host = config.is_optimizer_offloaded
+        # else `WeightGathers` shares new weights, or ZeRO-3's own step
+        self._is_alone = config.parallel.zero_stage < 3 and dist.get_world_size(optimizer.dp_process_group) == 1
         self._counts: Tensor | None = None  # 1 or 0 for each of the norm's parts, the same in every step
         self.parts: list[nn.Parameter] = []  # the parameter of each of the norm's parts
         self.part_norms: Tensor | None = None  # of the last step; None on a rank without a part
@@ -55,7 +49,7 @@ class PartitionedStep:
         if is_taken:
             self._update(norm, scale, found_inf)
         self.reducer.release()
-        if dist.get_world_size(optimizer.dp_process_group) == 1 and not optimizer.overflow:  # else `WeightGathers`
+        if self._is_alone and not optimizer.overflow:
             optimizer.update_lp_params()
 
     def _update(self, norm: Tensor, scale: Tensor | float, found_inf: Tensor | None) -> None:
@@ -66,20 +60,23 @@ class PartitionedStep:
             divisor = torch.ones_like(norm) * scale
         if self._clipping:
             divisor = ((norm + 1e-6) / self._clipping).clamp(min=1.0) * scale
-        if self._on_host:
-            return self._update_on_host(self._on_host, divisor)
+        if self._is_on_host:
+            return self._update_on_host(partitions, divisor)
         torch_optimizer.grad_scale, torch_optimizer.found_inf = divisor, found_inf
         for weights, gradient in zip(partitions, self.reducer.partitions, strict=True):
             weights.grad = gradient
         torch_optimizer.step()
         torch_optimizer.zero_grad()
 
-    def _update_on_host(self, on_host: list[Tensor], divisor: Tensor | None) -> None:
+    def _update_on_host(self, partitions: list[Tensor], divisor: Tensor | None) -> None:
         """Runs the torch optimizer on the host, which waits for the gradients, divided on the device."""
         gradients = self.reducer.partitions
         if divisor is not None:
             torch._foreach_div_(gradients, divisor)
-        torch._foreach_copy_(on_host, gradients, non_blocking=True)
+        # DeepSpeed keeps pinned memory for them
+        for weights, gradient in zip(partitions, gradients, strict=True):
+            assert weights.grad is not None
+            weights.grad.copy_(gradient, non_blocking=True)
         if gradients[0].is_cuda:
             torch.cuda.current_stream(gradients[0].device).synchronize()
         self._optimizer.optimizer.step()
@@ -108,35 +105,3 @@ class PartitionedStep:
         if dist.get_world_size() > 1:
             dist.all_reduce(squares)
         return squares.sqrt().float()
-
-
-def take_over_step(
-    engine: Any,
-    parameters: Iterable[nn.Parameter],
-    config: Config,
-    activity: Activity,
-    tp: TensorParallel,
-    decision: StepDecision,
-) -> PartitionedStep:
-    """Makes a DeepSpeed engine of ZeRO-1 or ZeRO-2 step on gradients that the reducer of the returned step has reduced.
-
-    `parameters` are the engine's, in the order of the model. The engine's groups are the buckets.
-    """
-    groups, replicas = take_over_reduction(engine)
-    keep_loss_scale_on_device(engine)
-    precision = config.precision
-    buckets = [
-        Bucket(
-            [BucketSlice(parameter, group.start(parameter)) for parameter in group.parameters],
-            len(group.weights),
-            TORCH_DTYPES[precision.gradient_accumulation_dtype],
-            group.gradients,
-        )
-        for group in groups
-    ]
-    wire_dtype = TORCH_DTYPES[precision.reduction_dtype]
-    is_zero_2 = config.parallel.zero_stage == 2
-    reducer = GradientReducer(buckets, parameters, replicas, wire_dtype, activity, tp.group, in_rounds=is_zero_2)
-    step = PartitionedStep(engine.optimizer, reducer, decision, config.training.gradient_clipping, tp.rank)
-    engine.optimizer.step = step
-    return step

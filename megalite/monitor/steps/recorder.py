@@ -73,7 +73,6 @@ class StepRecorder:
         self._expert_usage = ExpertUsage(engine, group)
         self._slow_ranks = SlowRanks(self._gathering.stages, self._gathering.hosts)
         self._meter = CommunicationMeter(engine)
-        self._reduces_beside_backward = engine.reducer is not None
         device_type = engine.deepspeed.device.type
         is_cuda = device_type == "cuda"
         self._tape = Tape(DeviceClock(lambda: torch.cuda.Event(enable_timing=True)) if is_cuda else None)
@@ -197,9 +196,8 @@ class StepRecorder:
                 of_kind[1] += one.size
                 if not (one.is_wait and one.axis == "pipeline"):  # those are told from waiting for the neighbour
                     of_kind[2] += one.seconds
-        if self._reduces_beside_backward:  # on streams of its own: only what the step waits for holds it up
-            reductions = [span.seconds for span in in_step if span.note.operation is Operation.REDUCE_GRADIENTS]
-            sums[REDUCED][2] = sum(reductions)
+        # on streams of its own: only what the step waits for holds it up
+        sums[REDUCED][2] = sum(one.seconds for one in in_step if one.note.operation is Operation.REDUCE_GRADIENTS)
         self._row[-3 * len(KINDS) :] += np.ravel(sums)
 
     def _split_waiting(self, waited_s: float) -> None:

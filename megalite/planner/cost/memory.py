@@ -219,19 +219,18 @@ class _StageKind:
 
     def _always(self) -> Moment:
         states = self.states
-        is_kept = states.gathered > 0  # ZeRO-3's bucket is always there
         tied_sum = 0.0 if self.job.trains_adapters else 4.0 * self.shape.tied_copy  # in fp32, of a head's gradients
         return {
             "weights": states.weights + self.size * self.shape.tied_copy,
             "optimizer": states.optimizer,
             "gradients": (states.gradients if states.stay else 0.0) + tied_sum,
-            "communication buffers": self._bucket() if is_kept else 0.0,
+            "communication buffers": 0.0,
         }
 
     def _bucket(self, numbers: float | None = None) -> float:
-        """Returns the bucket's bytes after so many gradients (None: all). It is allocated whole (`torch.empty` in
-        runtime/zero/stage_1_and_2.py and stage3.py), but a CPU's pages count once they are written to: by gradients
-        or, where malloc keeps what is freed, before by the first weights, half of whose space is reused."""
+        """Returns the bucket's bytes after so many gradients (None: all). It is allocated whole, but a CPU's pages
+        count once they are written to: by gradients or, where malloc keeps what is freed, before by the first weights,
+        half of whose space is reused."""
         if not self.device.maps_lazily:
             return self.states.bucket
         written = self.size * (self.trained if numbers is None else numbers)
@@ -303,7 +302,7 @@ class _StageKind:
             first = self.states.opened
         if self.states.opened and self.job.micro_batches > 1:  # it has been opened before
             first = 0.0
-        buckets = {} if self.states.gathered else {"communication buffers": self._bucket(self.embedding)}
+        buckets = {"communication buffers": self._bucket(self.embedding)}
         return self._during(self.passing, working=working, gradients=first, **buckets)
 
     def _backward_ends(self) -> Moment:
@@ -316,17 +315,15 @@ class _StageKind:
         moment = self._during(first.kept + self.passing, working=working)
         if states.opened:
             moment["gradients"] = states.gradients
-        if not states.gathered:
-            moment["communication buffers"] = self._bucket()
+        moment["communication buffers"] = self._bucket()
         return moment
 
     def _tied_gradient(self) -> Moment:
-        """Returns the moment at which the embedding's stage adds what the last stage has summed in fp32: with 16 bits
-        as three numbers each."""
+        """Returns the moment at which the embedding's stage adds what the last stage has summed in fp32."""
         model, tied = self.job.model, self.shape.has_embedding and not self.shape.has_head
         if not (tied and model.tie_word_embeddings) or self.job.trains_adapters:
             return {}
-        return self._during(0.0, working=(4 + (3 * self.size if self.size < 4 else 4)) * self.embedding)
+        return self._during(0.0, working=4 * self.embedding)
 
     def _gathers(self) -> Moment:
         """Returns gloo's copies: it gathers into a tensor of its own. Its threads have heaps of at most 64 MiB for that
@@ -349,7 +346,7 @@ class _StageKind:
             for part, size in moment.items():
                 parts[part] = max(parts.get(part, 0.0), size)
         parts |= {part: moments[most].get(part, 0.0) for part in small}
-        if not self.states.gathered and self.job.micro_batches > 1:
+        if self.job.micro_batches > 1:
             parts["communication buffers"] += self._bucket() / 2
         parts["gloo"] = parts.get("gloo", 0.0) + self._pieces()
         # what an update copies has room where gradients were reduced

@@ -106,23 +106,19 @@ def _reduced_in_rounds(job: TrainingWorkload, numbers: float, largest: float) ->
 
 
 def _zero_3(job: TrainingWorkload, numbers: float, largest: float) -> States:
-    """Follows runtime/zero/stage3.py and partition_parameters.py: an fp32 copy also of fp32 weights; a bucket and
-    sums of gradients that are always there; weights stay gathered up to `MOST_LIVE`, beside the buffer of a
-    prefetch, of which a pipeline has none."""
+    """Follows runtime/zero/stage3.py and partition_parameters.py: an fp32 copy also of fp32 weights; weights stay
+    gathered up to `MOST_LIVE`, beside the buffer of a prefetch, of which a pipeline has none. Gradients are those of
+    ZeRO-2, but that a bucket's parts are put together for each replica."""
     prefetched = 0 if job.layout.pipeline_parallel_size > 1 else min(max(numbers - largest, largest), BUCKET)
-    size, accumulated, d = BYTES[job.dtype], BYTES[job.gradient_accumulation_dtype], job.layout.data_parallel_size
-    is_widened = BYTES[job.reduction_dtype] > size  # before `reduce_scatter_coalesced` joins them
-    return States(
+    size, d = BYTES[job.dtype], job.layout.data_parallel_size
+    states = (_reduced_in_rounds if d > 1 else _reduced_beside_backward)(job, numbers, largest)
+    is_same = job.reduction_dtype == job.gradient_accumulation_dtype and d > 1
+    together = BYTES[job.reduction_dtype] * min(numbers, max(job.gradient_bucket_size, largest)) * is_same
+    return replace(
+        states,
         weights=size * numbers / d,
         optimizer=_optimizer(job, True) * numbers / d,
-        gradients=accumulated * numbers / d,
-        stay=True,
-        one_gradient=size * largest,
-        bucket=size * job.gradient_bucket_size,
-        reducing=BYTES[job.reduction_dtype] * (1 + is_widened) * min(numbers, job.gradient_bucket_size),
-        own_gradients=accumulated * numbers / d,
-        stepping=max(4 * min(numbers / d, MOST_LIVE), 8 * largest / d),
-        updating=4 * min(numbers / d, MOST_LIVE) + _sgd(job, numbers),
+        bucket=states.bucket + together,
         gathered=size * (min(numbers, MOST_LIVE + largest) + prefetched),
         building=size * numbers / d,
     )

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from megalite.engine.deepspeed import internals as seams
 from megalite.engine.deepspeed import step as step_seams
+from megalite.engine.deepspeed.zero_3 import partitioned_groups
 from tests.helpers.rank_pool import run_fresh_ranks
 
 WIDTH = 5
@@ -108,27 +109,6 @@ def _weights_in(sizes: list[int]) -> float:
     return total
 
 
-def _second_step(rank: int, zero: int, is_cleared: bool) -> float:
-    """The norm of a second step whose first backward touches one weight, and whose second the other one."""
-    engine = _engine(zero, **({"stage3_param_persistence_threshold": 0} if zero == 3 else {}))
-    for number in (1, 2):
-        _backward(engine, number)
-    _stepped(engine)
-    if is_cleared:
-        step_seams.clear_gradient_partitions(engine.optimizer)
-    _backward(engine, 4, used=(0,))
-    _backward(engine, 4, used=(1,))
-    return _stepped(engine)
-
-
-def test_zero_3_adds_to_the_step_before_what_the_first_backward_does_not_touch() -> None:
-    """runtime/zero/stage3.py: `partition_grads` copies at micro-step 0, and adds later."""
-    ((plain,), (cleared,)) = (run_fresh_ranks(_second_step, 1, 3, clear) for clear in (False, True))
-    assert cleared == pytest.approx(_norm([4], parts=2), rel=OF_ROUNDING)
-    stale = (_norm([4]) ** 2 + _norm([4, 1, 2]) ** 2) ** 0.5
-    assert plain == pytest.approx(stale, rel=OF_ROUNDING), "fixed in DeepSpeed: clear_gradient_partitions can go"
-
-
 def _zero_one(rank: int, dtype: str, is_taken_over: bool) -> tuple[float, list[bool], set[float]]:
     """How often a step reduced all weights, whether backward left each gradient where autograd puts it, and the numbers
     in BF16_Optimizer's sums behind the step, into which 7 was written before it."""
@@ -184,6 +164,40 @@ def test_an_offloaded_optimizer_leaves_gradients_to_who_takes_over_their_reducti
         assert numbers, "no buffer is left: these lines of `take_over_reduction` can go"
 
 
+def _sharded(rank: int, is_taken_over: bool) -> tuple[list[bool], int, list[list[float]], list[list[int]]]:
+    """Whether a backward of ZeRO-3 left each gradient where autograd puts it, and whole; the numbers in buffers for
+    gradients, this rank's weights, and those that its partitions and a parameter's part say it owns."""
+    engine = _engine(3, stage3_param_persistence_threshold=0, contiguous_gradients=False)
+    optimizer = engine.optimizer
+    if is_taken_over:
+        seams.take_over_reduction(engine)
+    _backward(engine, 1)
+    left = [
+        parameter.grad is not None and parameter.grad.shape == (WIDTH, 3) for parameter in engine.module.parameters()
+    ]
+    buffer = optimizer.grad_partitions_flat_buffer
+    (group,), (flat,) = partitioned_groups(optimizer), step_seams.flat_partitions(optimizer)
+    parts = flat.detach().split([owned for _, _, owned in group])
+    own = [parameter.ds_tensor.flatten().tolist() for parameter, _, _ in group]
+    assert [part.tolist() for part in parts] == own, "sub-groups hold parameters' parts in another order"
+    shapes = [[*shape, owned] for _, shape, owned in group]
+    return left, 0 if buffer is None else buffer.numel(), own, shapes
+
+
+def test_zero_3_leaves_gradients_to_who_takes_over_their_reduction() -> None:
+    """And cuts each parameter by itself, in equal parts, of which a sub-group's flat tensor holds one after another."""
+    torch.manual_seed(3)
+    weights = [part.weight.detach().flatten().tolist() for part in _Parts().parts]
+    first, second = run_fresh_ranks(_sharded, 2, True)
+    for left, numbers, _, shapes in (first, second):
+        assert left == [True, True], "DeepSpeed takes gradients"
+        assert numbers == 0 and shapes == [[WIDTH, 3, 8]] * 2
+    whole = [[*one, *other][: 3 * WIDTH] for one, other in zip(first[2], second[2], strict=True)]
+    assert whole == weights
+    for left, numbers, *_ in run_fresh_ranks(_sharded, 2, False):
+        assert left == [False, False] and numbers == 16, "these lines of `take_over_reduction` can go"
+
+
 def test_what_is_taken_from_zero_1_is_there() -> None:
     """Where one of these is gone, so may its part of `take_over_reduction`."""
     for reduced, left, sums in run_fresh_ranks(_zero_one, 2, "bf16", False):
@@ -194,8 +208,8 @@ def test_what_is_taken_from_zero_1_is_there() -> None:
 
 def _geometry(rank: int, dtype: str) -> dict[str, Any]:
     engine = _engine(1, dtype)
-    groups, replicas = seams.take_over_reduction(engine)
-    (group,), (partition,) = groups, step_seams.flat_partitions(engine.optimizer)
+    seams.take_over_reduction(engine)
+    (group,), (partition,) = seams.flat_groups(engine.optimizer), step_seams.flat_partitions(engine.optimizer)
     values = [parameter.detach().clone() for parameter in group.parameters]
     starts = [group.start(parameter) for parameter in group.parameters]
     views = [group.weights[start : start + WIDTH * 3].view(WIDTH, 3).clone() for start in starts]
@@ -206,7 +220,7 @@ def _geometry(rank: int, dtype: str) -> dict[str, Any]:
     partition.data.add_(rank + 1.0)  # on this rank alone
     engine.optimizer.update_lp_params()
     return {
-        "replicas": dist.get_process_group_ranks(replicas),
+        "replicas": dist.get_process_group_ranks(engine.optimizer.dp_process_group),
         "views": all(map(torch.equal, views, values)),
         "are equal parts": 2 * length == len(group.weights) and is_own,
         "sums": group.gradients is not None and group.gradients.shape == group.weights.shape,

@@ -93,7 +93,6 @@ class Pipeline:
             _Gradients(),  # type: ignore[arg-type]
             activity,
             [mesh.rank(each, at.data_rank, at.tensor_rank) for each in range(stages)],
-            activity.peers.tensor,
             activity.peers.stage,
             WeightGradientQueue() if splits_backward(self.schedule) else None,
         )

@@ -179,7 +179,11 @@ class _Alone:
     def __init__(self, rank: int, world_size: int, wire: torch.dtype = torch.float32, in_rounds: bool = False) -> None:
         self.parameters = [nn.Parameter(torch.zeros(size)) for size in (5, 7, 3)]
         self.buckets = buckets = [
-            Bucket([BucketSlice(parameter, 0)], -(-parameter.numel() // world_size) * world_size, torch.float32)
+            Bucket(
+                [BucketSlice(parameter, 0, parameter.shape)],
+                -(-parameter.numel() // world_size) * world_size,
+                torch.float32,
+            )
             for parameter in self.parameters
         ]
         self.activity = Activity(Mesh(data_parallel_size=world_size), rank)

@@ -206,10 +206,6 @@ RULES = {
         {"zero_optimization": {"compute_grad_norm": False}},
         {"zero_optimization": {"compute_grad_norm": True}},
     ),
-    "zero_quantized_gradients": (
-        {"zero_optimization": {"zero_quantized_gradients": True}},
-        {"zero_optimization": {"zero_quantized_gradients": False}},
-    ),
 }
 
 

@@ -20,7 +20,6 @@ from megalite.engine.deepspeed.loss_scale import (
     loss_scaler_state,
     loss_scaler_tensor,
     set_loss_scaler_state,
-    stay_at_smallest_loss_scale,
 )
 from megalite.engine.deepspeed.step import current_loss_scale
 
@@ -40,7 +39,7 @@ def _optimizer(**rules: Any) -> Any:
         loss_scale = property(lambda self: self.loss_scaler.cur_scale)
 
     optimizer = Optimizer(loss_scaler=scaler)
-    stay_at_smallest_loss_scale(optimizer)
+    scaler.raise_error_at_min_scale = False
     return optimizer
 
 
@@ -72,7 +71,7 @@ def test_it_moves_as_deepspeeds(
         with patch.object(loss_scaler, "dist", SimpleNamespace(get_rank=lambda: 1)):  # it logs on rank 0
             theirs.loss_scaler.update_scale(overflow)
         ours.loss_scaler.update_scale(torch.tensor(overflow) if number % 2 else overflow)
-        assert loss_scaler_state(ours) == loss_scaler_state(theirs)
+        assert loss_scaler_state(ours) == {name: float(getattr(theirs.loss_scaler, name)) for name in FIELDS}
         assert float(current_loss_scale(ours)) == current_loss_scale(theirs)
 
 
@@ -87,9 +86,8 @@ def test_a_step_that_is_held_back_does_not_move_it(overflow: bool) -> None:
         assert kept is not None and kept.tolist() == list(before.values()), "who has read it keeps it"
 
 
-@pytest.mark.parametrize("make", [_optimizer, _on_device], ids=["host", "device"])
-def test_it_is_read_and_put_back(make: Any) -> None:
-    optimizer = make()
+def test_it_is_read_and_put_back() -> None:
+    optimizer = _on_device()
     before = loss_scaler_state(optimizer)
     assert tuple(before) == FIELDS and before["cur_scale"] == 2**9
     other = {name: value + 1 for name, value in before.items()}

@@ -118,7 +118,7 @@ def _labels(number: int) -> Labels:
 def _run_stage(stage: int, chunk: Chunk, transport: _InOneProcess) -> tuple[Counter, int]:
     layout = MessageLayout((BATCH, SEQUENCE, HIDDEN), torch.float32, torch.device("cpu"))
     context = StageContext(
-        {stage: chunk}, 1, transport, Handover(_PlainBackward()), Activity(Mesh(), 0), [0, 1], (), (), None
+        {stage: chunk}, 1, transport, Handover(_PlainBackward()), Activity(Mesh(), 0), [0, 1], (), None
     )
     tokens, labels = ([each(number) for number in range(MICRO_BATCHES)] for each in (_numbers, _labels))
     _pass(stage, chunk, torch.zeros(BATCH, SEQUENCE, HIDDEN) if stage else tokens[0][0], labels[0])  # keeps rotations
