@@ -1,4 +1,5 @@
-"""Time of ZeRO-1's reduction of gradients beside the last backward passes. Pure arithmetic, no torch.
+"""Time of ZeRO-1's reduction of gradients beside the last backward passes, and of its gathers of new weights beside
+the next forward. Pure arithmetic, no torch.
 
 gradient_reduction.py starts a bucket as soon as the last micro-batch has made its last gradient, from the
 model's end to its beginning, one after the other. So what can hide is what follows in the step: the rest of that
@@ -34,14 +35,28 @@ def reduction_ends_s(
         return ring.seconds(Moved(reduce_scatter=round(numbers * BYTES[job.reduction_dtype])))
 
     embedding = embedding_parameters(job.model, tp) if shape.has_embedding and not job.trains_adapters else 0
-    matrix = cut(job.model.intermediate_size, tp) * job.model.hidden_size * (1 + job.model.gated_mlp)
     end_s = -math.inf
     for blocks, (begin_s, gradients_end_s) in zip(reversed(shape.chunks), reversed(last), strict=True):
         numbers = (trained_numbers(job, shape) - embedding) * blocks.count / shape.blocks
-        buckets = math.ceil(numbers / max(job.gradient_bucket_size, matrix))  # a larger parameter has one of its own
+        buckets = math.ceil(numbers / _largest_bucket(job))
         each_s = seconds(numbers / buckets)
         first_s = begin_s + (gradients_end_s - begin_s) / buckets
         # the links are busy from the bucket before or from the first one on, or the last one finds them free
         end_s = max(max(end_s, first_s) + buckets * each_s + others_s, gradients_end_s + each_s)
     # the embedding's gradient comes last, from its own layer or from a tied head
     return max(end_s, last[0].end_s) + seconds(embedding)
+
+
+def gathers_wait_s(job: TrainingWorkload, shape: StageShape, ring: Ring, forward_s: float) -> float:
+    """Returns how long a stage's first forward waits for new weights: for the first bucket, which holds the embedding
+    where there is one, and for what takes longer to gather than a forward."""
+    numbers = trained_numbers(job, shape)
+    embedding = embedding_parameters(job.model, job.layout.tensor_parallel_size) * shape.has_embedding
+    all_s = ring.seconds(Moved(all_gather=numbers * BYTES[job.dtype]))
+    return max(all_s * min(1.0, max(embedding, _largest_bucket(job)) / max(1, numbers)), all_s - forward_s)
+
+
+def _largest_bucket(job: TrainingWorkload) -> float:
+    """Returns the numbers of a block's largest bucket; a parameter with more than a bucket takes has one of its own."""
+    matrix = cut(job.model.intermediate_size, job.layout.tensor_parallel_size) * job.model.hidden_size
+    return max(job.gradient_bucket_size, matrix * (1 + job.model.gated_mlp))

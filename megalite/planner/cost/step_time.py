@@ -26,9 +26,9 @@ from megalite.planner.cost.layer_time import (
     score_flops,
 )
 from megalite.planner.cost.model_states import trained_numbers
-from megalite.planner.cost.muon import gathered_over_tensor_ranks, orthogonalizing_flops
+from megalite.planner.cost.muon import gathered_over_replicas, gathered_over_tensor_ranks, orthogonalizing_flops
 from megalite.planner.cost.offloading import exposed_copies_s, host_update_s
-from megalite.planner.cost.overlapped_reduction import reduction_ends_s
+from megalite.planner.cost.overlapped_reduction import gathers_wait_s, reduction_ends_s
 from megalite.planner.cost.stage_parameters import StageShape, block_kinds, stages_of_job
 from megalite.planner.hardware import Cluster
 from megalite.planner.workload import BYTES, ParallelLayout, TrainingWorkload
@@ -280,7 +280,7 @@ def _beside_backward_s(
     job: TrainingWorkload, cluster: Cluster, shapes: Sequence[StageShape], mean: StageTime, between_s: float
 ) -> float:
     """Returns the seconds that replicas add where gradients are reduced beside backward: until the last stage has
-    reduced its own, and for the weights that are gathered after the optimizer's step."""
+    reduced its own, and for new weights of which the next forward has to wait (engine/reduction/weight_gathers.py)."""
     layout, ring = job.layout, data_ring(job.layout, cluster)
     if ring.ranks == 1:
         return 0.0
@@ -293,11 +293,15 @@ def _beside_backward_s(
         last = [LastGradients(unit * begin, unit * end) for begin, end in passes]
         ends_s.append(reduction_ends_s(job, shape, ring, last, others_s))
     kinds = {shape.like: shape for shape in shapes}.values()
-    gathering = [ring.seconds(Moved(all_gather=data_moved(job, shape).all_gather)) for shape in kinds]
+    waited_s = max(
+        gathers_wait_s(job, shape, ring, mean.forward_s)
+        + ring.seconds(Moved(all_gather=gathered_over_replicas(job, shape)))  # Muon's, in the optimizer
+        for shape in kinds
+    )
     # earlier rounds of ZeRO-2 are beside the backward of the micro-batch behind them
     moved = max(data_moved(job, shape).reduce_scatter for shape in kinds) // job.reductions
     late_s = (job.reductions - 1) * max(0.0, ring.seconds(Moved(reduce_scatter=moved)) - mean.backward_s)
-    return max(0.0, *ends_s) + late_s + max(gathering)
+    return max(0.0, *ends_s) + late_s + waited_s
 
 
 def _late(communication_s: float, computation_s: float, blocks: int) -> float:

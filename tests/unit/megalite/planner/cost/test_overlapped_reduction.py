@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.planner.published import gpt, nodes_of
-from megalite.planner.cost.communication_time import Ring, data_ring
-from megalite.planner.cost.communication_volumes import Moved, data_moved
-from megalite.planner.cost.overlapped_reduction import reduction_ends_s
+from megalite.planner.cost.communication_time import Ring
+from megalite.planner.cost.communication_volumes import data_moved
+from megalite.planner.cost.overlapped_reduction import gathers_wait_s, reduction_ends_s
 from megalite.planner.cost.stage_parameters import stages_of_job
 from megalite.planner.cost.step_time import step_time
-from megalite.planner.workload import ParallelLayout, TrainingWorkload
+from megalite.planner.workload import BYTES, ParallelLayout, TrainingWorkload
 from megalite.schedules.simulation import LastGradients, PipelineTimes, last_gradients
 from megalite.schedules.tables import Schedule
 
@@ -64,14 +64,24 @@ def test_what_else_uses_the_links_comes_on_top() -> None:
 def test_reductions_beside_backward_wait_for_messages_on_the_same_links(
     tp: int, pp: int, dp: int, waits_for_tensors: bool, waits_for_messages: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Inside a node, or between nodes. Reductions themselves take no time here."""
+    """Inside a node, or between nodes. Reductions themselves and gathers take no time here."""
     monkeypatch.setattr("megalite.planner.cost.step_time.reduction_ends_s", lambda *arguments: arguments[-1])
+    monkeypatch.setattr("megalite.planner.cost.step_time.gathers_wait_s", lambda *arguments: 0.0)
     job, cluster = TrainingWorkload(JOB.model, ParallelLayout(tp, pp, dp), 512, 64), nodes_of(tp * pp * dp, "A100-80GB")
-    time, ring = step_time(job, cluster), data_ring(job.layout, cluster)
-    gathered = max(data_moved(job, shape).all_gather for shape in stages_of_job(job))
-    others_s = time.parts["replicas"] - ring.seconds(Moved(all_gather=gathered))
+    time = step_time(job, cluster)
     tensors_s = waits_for_tensors * sum(stage.tensor_links_s for stage in time.stages) / pp
-    assert others_s == pytest.approx(tensors_s + waits_for_messages * time.between_stages_s) and others_s > 0
+    assert time.parts["replicas"] == pytest.approx(tensors_s + waits_for_messages * time.between_stages_s) != 0.0
+
+
+@pytest.mark.parametrize("forward_s", [0.0, 0.03, 10.0])
+def test_forward_waits_for_its_first_bucket_and_for_what_it_does_not_hide(forward_s: float) -> None:
+    """JOB's buckets take 5 million numbers at most, and its first stage begins with the embedding, which is larger."""
+    model, ring = gpt(1024, 24, 16, 51200), Ring(4, 1e9, 0.0)
+    for stage, first in enumerate((51200 * 1024, 5_000_000)):
+        shape = stages_of_job(replace(JOB, model=model))[stage]
+        all_s, first_s = (3 / 4 * BYTES[JOB.dtype] * numbers / 1e9 for numbers in (shape.parameters, first))
+        found_s = gathers_wait_s(replace(JOB, model=model), shape, ring, forward_s)
+        assert found_s == pytest.approx(max(first_s, all_s - forward_s)) and found_s >= first_s
 
 
 @pytest.mark.parametrize("stages", [2, 5])
