@@ -214,10 +214,10 @@ def beats_of(run_dir: Path) -> list[Beat]:
 @pytest.mark.slow
 def test_a_training_run_goes_on_when_a_rank_was_stopped(tiny: dict[str, Any], tmp_path: Path) -> None:
     """The whole way: real ranks leave signs of life from their start to their end, and the run is finished."""
-    tiny["training"]["steps"] = 100
+    tiny["training"]["steps"] = 1000  # of some 10 ms, and a sign of life comes every 2 s
     tiny |= {
         "parallel": {"pipeline_parallel_size": 2},
-        "checkpoint": {"interval": 20},
+        "checkpoint": {"interval": 50},
         "monitor": {"plot": False, "report": False},
     }
     config, run_dir = write_config(tmp_path / "c.yaml", tiny), Path(tiny["run_dir"])
