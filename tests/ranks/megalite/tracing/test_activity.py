@@ -76,8 +76,9 @@ def test_the_plain_engine_notes_what_it_does_and_whom_it_may_wait_for() -> None:
         for rank, noted in enumerate(run_ranks(_noted_by_a_plain_engine, 2, zero)):
             forward = backward = (0, 1) if zero == 3 else (rank,)
             # of vectors first, while backward goes on to the embedding, then of matrices, which is the one that is
-            # kept; in the end all are waited for
-            reductions = [("reduce_gradients", 2, (0, 1)), ("backward", 2, backward), ("reduce_gradients", 2, (0, 1))]
+            # kept, under ZeRO-3 for each micro-batch; in the end all are waited for
+            reductions = [("reduce_gradients", 2, (0, 1)), ("backward", 1, backward)] if zero == 3 else []
+            last = ("reduce_gradients", 4 if zero == 3 else 2, (0, 1))
             assert noted == [
                 ("begin", None, (0, 1)),
                 ("begin", None, ()),
@@ -85,10 +86,11 @@ def test_the_plain_engine_notes_what_it_does_and_whom_it_may_wait_for() -> None:
                 ("load", 1, ()),
                 ("forward", 1, forward),
                 ("backward", 1, backward),
+                *reductions,
                 ("load", 2, ()),
                 ("forward", 2, forward),
                 ("backward", 2, backward),
-                *(reductions if zero == 1 else []),
+                *(last, ("backward", 2, backward), last),
                 ("optimizer", None, (0, 1)),
                 ("loss", None, (0, 1)),
                 *([("gather_weights", None, (0, 1))] if zero == 1 else []),
