@@ -26,7 +26,7 @@ from megalite.config import resolve_layout
 from megalite.engine.build import build_engine
 from megalite.engine.deepspeed.process_groups import start_distributed
 from megalite.engine.engine import Engine
-from megalite.engine.reduction import partitioned_step
+from megalite.engine.reduction import take_over
 from megalite.engine.reduction.gradient_reduction import GradientReducer
 from megalite.tracing.activity import Operation
 from models.decoder import decoder_layers
@@ -102,9 +102,7 @@ def train(engine: Engine, case: LinkCase, draw: np.random.Generator) -> LinkStep
     # noted again behind each reduction that has interrupted it
     last_backward = next(note.time for note in backwards if note.micro_batch == backwards[-1].micro_batch)
     reducer = engine.reducer
-    if not isinstance(reducer, WatchedReducer):
-        (update,) = (note.time for note in notes if note.operation is Operation.OPTIMIZER)
-        return LinkStep(step_s, update - last_backward, sent_in_all)
+    assert isinstance(reducer, WatchedReducer)
     places = sorted(reducer.complete_at)
     return LinkStep(
         step_s,
@@ -122,7 +120,8 @@ def main() -> None:
     os.dup2(2, 1)  # what libraries print must not be taken for an answer
     case = next(case for case in CASES if case.name == sys.argv[1])
     start_distributed(int(os.environ["LOCAL_RANK"]))
-    partitioned_step.GradientReducer = WatchedReducer  # type: ignore[attr-defined]  # this process runs nothing else
+    assert take_over.GradientReducer is GradientReducer  # type: ignore[attr-defined]
+    take_over.GradientReducer = WatchedReducer  # type: ignore[attr-defined]  # this process runs nothing else
     groups: list[dist.ProcessGroup] = []
     sides = [build(case, settings, groups) for settings in case.settings]
     draw = np.random.default_rng(dist.get_rank())

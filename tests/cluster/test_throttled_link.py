@@ -20,9 +20,8 @@ def test_a_step_is_faster_by_what_is_sent_beside_backward(can_make_hosts: None) 
     """The steps of both sides take turns in the same ranks; in those of the first the reducer is kept back until
     backward has ended."""
     _, (after, beside) = measure(CASES[0], pairs=3)
-    assert max(step.sent for step in after) < 0.05
-    # about 4/5 of the gradients, which are 2/3 of the bytes: the others are the updated weights
-    assert min(step.sent for step in beside) > 0.3
+    # new weights, a third of the bytes, come beside forward, and then about 4/5 of the gradients, which are the others
+    assert max(step.sent for step in after) < 0.4 and min(step.sent for step in beside) > 0.6
     can_be_hidden = statistics.median(step.hideable_s for step in after)
     assert can_be_hidden > 0.5
     saved = statistics.median(a.step_s - b.step_s for a, b in zip(after, beside, strict=True))
