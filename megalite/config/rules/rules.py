@@ -22,11 +22,13 @@ from megalite.config.rules.pipeline import problems_with_pipeline
 from megalite.config.rules.stages import problems_with_stages
 from megalite.config.store_url import problem_with_url
 from megalite.config.suggestions import multiples_near, tensor_parallel_fits, tensor_parallel_near
+from megalite.units import plural
 
 OF_DEEPSPEEDS_REDUCTION = (
     *("contiguous_gradients", "overlap_comm", "reduce_scatter", "use_multi_rank_bucket_allreduce"),
     "zero_quantized_gradients",
 )
+LEAST_ON_NVME = 1 << 20  # MIN_AIO_BYTES of DeepSpeed's runtime/swap_tensor/utils.py
 
 
 def check_rules(config: Config, data_parallel_size: int | None, device: Device | None) -> None:
@@ -51,7 +53,7 @@ def broken_rules(config: Config, data_parallel_size: int | None, device: Device 
         *_deepspeed(config, device),
         *_gradient_reduction(config),
         *_offload(config),
-        *_offload_to_nvme(config),
+        *_offload_to_nvme(config, data_parallel_size),
         *problems_with_optimizer(config),
         *_precision(config),
         *problems_with_float8(config),
@@ -183,15 +185,21 @@ def _offload(config: Config) -> Iterator[str]:
         )
 
 
-def _offload_to_nvme(config: Config) -> Iterator[str]:
-    zero_stage = config.parallel.zero_stage
-    if zero_stage == 3 or ("parallel", "zero_stage") in config.unresolved_options:
+def _offload_to_nvme(config: Config, replicas: int | None) -> Iterator[str]:
+    if not offloads_to_nvme(config.deepspeed):
         return
-    if offloads_to_nvme(config.deepspeed):
+    zero_stage, size = config.parallel.zero_stage, config.parallel.gradient_bucket_size
+    least = (replicas or 1) * LEAST_ON_NVME // 4  # fp32 numbers
+    where = "deepspeed.zero_optimization.offload_optimizer.device nvme keeps the optimizer's state in host memory "
+    if zero_stage < 3 and ("parallel", "zero_stage") not in config.unresolved_options:
         yield (
-            "deepspeed.zero_optimization.offload_optimizer.device nvme keeps the optimizer's state in host memory "
-            f"with parallel.zero_stage {zero_stage}, as DeepSpeed moves it to NVMe under stage 3 alone: remove "
+            f"{where}with parallel.zero_stage {zero_stage}, as DeepSpeed moves it to NVMe under stage 3 alone: remove "
             "offload_optimizer and set offload.optimizer cpu, or use zero_stage 3"
+        )
+    elif size < least:
+        yield (
+            f"{where}where a replica's part of it has less than 1 MiB: with {plural(replicas or 1, 'replica')} each "
+            f"part of parallel.gradient_bucket_size {size} has; use at least {least}, or offload.optimizer cpu"
         )
 
 

@@ -192,6 +192,11 @@ BAD_OVERRIDES = [
         "deepspeed.zero_optimization.offload_optimizer.device=nvme parallel.zero_stage=2",
         ["offload_optimizer.device nvme keeps", "parallel.zero_stage 2", "set offload.optimizer cpu", "zero_stage 3"],
     ),
+    (
+        "deepspeed.zero_optimization.offload_optimizer.device=nvme parallel.zero_stage=3 "
+        "parallel.gradient_bucket_size=262143",
+        ["offload_optimizer.device nvme keeps", "less than 1 MiB", "with 1 replica", "at least 262144"],
+    ),
     ("offload.optimizer=nvme", ["offload.optimizer", "none", "cpu"]),
     ("offload.activations=true", ["offload.activations", "none", "cpu"]),
     (
