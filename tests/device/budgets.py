@@ -49,7 +49,7 @@ STEPS = {
     "ZeRO-2 in fp16": StepBudget(
         499, event_syncs=2, waits=1, sections={"parallel": {"zero_stage": 2}, "precision": {"dtype": "fp16"}}
     ),
-    "ZeRO-3": StepBudget(611, syncs=6, event_syncs=1, waits=203, sections={"parallel": {"zero_stage": 3}}),
+    "ZeRO-3": StepBudget(468, syncs=1, event_syncs=2, waits=161, sections={"parallel": {"zero_stage": 3}}),
     "dropout": StepBudget(1542, event_syncs=2, waits=1, sections={"model": DROPOUT}),
     "dropout, recompute full": StepBudget(
         2526, event_syncs=2, waits=1, sections={"model": DROPOUT, "recompute": {"mode": "full"}}

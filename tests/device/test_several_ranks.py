@@ -106,6 +106,7 @@ def _train_with_a_late_send(rank: int, folder: Path, case: Case) -> None:
         late = [action for action in begin if isinstance(action, Send)]
         return run(self, [*(action for action in begin if action not in late), *late, *end])
 
+    change_setting("STAND_IN_HAZARDS", 2)
     engine = engine_of(case)
     dist.barrier()
     say_into(folder, rank)
