@@ -9,7 +9,6 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -79,12 +78,12 @@ def gradient_divided_by_accumulation() -> None:
 def norm_drops_shards() -> None:
     original = initialization.build_optimizer
 
-    def unmarked(parameters: Any, *arguments: Any) -> Any:
+    def unmarked(parameters: Any, *arguments: Any, **options: Any) -> Any:
         """The engine has marked the parameters by now, and DeepSpeed has not yet looked at them."""
         listed = list(parameters)
         for parameter in listed:
             parameter.tensor_model_parallel = False
-        return original(listed, *arguments)
+        return original(listed, *arguments, **options)
 
     initialization.build_optimizer = unmarked
 
@@ -292,9 +291,7 @@ def schedule_is_ignored() -> None:
 
 
 def gradients_are_summed_in_16_bits() -> None:
-    """DeepSpeed's default: replicas sum in the format of the weights, whatever that of accumulation is."""
-    original = initialization.deepspeed_config
-    initialization.deepspeed_config = lambda *arguments: original(*arguments) | {"communication_data_type": "bf16"}
+    """Replicas sum in the format of the weights, whatever that of accumulation is."""
     begin = GradientReducer.begin
 
     def begin_in_bf16(self: Any, micro_batches: int) -> None:
@@ -304,13 +301,19 @@ def gradients_are_summed_in_16_bits() -> None:
     GradientReducer.begin = begin_in_bf16  # type: ignore[method-assign]
 
 
-def full_buckets_are_not_reduced() -> None:
-    """Of the gradients only the last bucket is reduced; a model that fits in one shows nothing."""
-    optimizer = deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer
-    original = optimizer.average_tensor
-    optimizer.average_tensor = lambda self, tensor, dtype: (
-        original(self, tensor, dtype) if tensor.numel() < self.reduce_bucket_size / 2 else None
-    )
+def first_bucket_is_not_reduced() -> None:
+    """Each replica takes its own part of the first bucket from its own sum."""
+    start = GradientReducer._start
+
+    def start_alone(self: Any, bucket: Any) -> None:
+        is_first, size = bucket is self._order[0], self._size
+        self._size = 1 if is_first else size
+        start(self, bucket)
+        self._size = size
+        if is_first:
+            bucket.partition = self._own(bucket.partition)
+
+    GradientReducer._start = start_alone  # type: ignore[method-assign]
 
 
 def norm_of_the_first_partition() -> None:
