@@ -29,12 +29,11 @@ def reduction_ends_s(
     `last` says when each chunk of the stage gets its last gradients, which are taken to come evenly over that pass.
     `others_s` is the time for which other messages use the same links meanwhile.
     """
-    tp = job.layout.tensor_parallel_size
 
     def seconds(numbers: float) -> float:
         return ring.seconds(Moved(reduce_scatter=round(numbers * BYTES[job.reduction_dtype])))
 
-    embedding = embedding_parameters(job.model, tp) if shape.has_embedding and not job.trains_adapters else 0
+    embedding = _embedding(job, shape)
     end_s = -math.inf
     for blocks, (begin_s, gradients_end_s) in zip(reversed(shape.chunks), reversed(last), strict=True):
         numbers = (trained_numbers(job, shape) - embedding) * blocks.count / shape.blocks
@@ -51,9 +50,14 @@ def gathers_wait_s(job: TrainingWorkload, shape: StageShape, ring: Ring, forward
     """Returns how long a stage's first forward waits for new weights: for the first bucket, which holds the embedding
     where there is one, and for what takes longer to gather than a forward."""
     numbers = trained_numbers(job, shape)
-    embedding = embedding_parameters(job.model, job.layout.tensor_parallel_size) * shape.has_embedding
     all_s = ring.seconds(Moved(all_gather=numbers * BYTES[job.dtype]))
-    return max(all_s * min(1.0, max(embedding, _largest_bucket(job)) / max(1, numbers)), all_s - forward_s)
+    return max(all_s * min(1.0, max(_embedding(job, shape), _largest_bucket(job)) / max(1, numbers)), all_s - forward_s)
+
+
+def _embedding(job: TrainingWorkload, shape: StageShape) -> int:
+    """Returns the numbers of a stage's embedding that are trained."""
+    is_trained = shape.has_embedding and not job.trains_adapters
+    return embedding_parameters(job.model, job.layout.tensor_parallel_size) if is_trained else 0
 
 
 def _largest_bucket(job: TrainingWorkload) -> float:
