@@ -188,7 +188,8 @@ class Engine(ABC):
     ) -> StepResult:
         """Runs one optimizer step over this replica's micro-batches; an empty sequence where `needs_data` is False.
 
-        A step whose loss or gradients are not finite changes nothing, nor does one that `gate` refuses.
+        A step whose loss or gradients are not finite changes nothing, nor does one that `gate` refuses. One without any
+        valid token has loss and gradient 0 and is taken: AdamW's moments decay, and momentum and decay move weights.
         """
         self.activity.begin_phase(Phase.STEP)
         for group in self.torch_optimizer.param_groups:
@@ -205,7 +206,7 @@ class Engine(ABC):
         global_losses = cache(partial(self._reduced_losses, micro_losses))  # collective; the gate may ask first
         with self.decision.about(gate, lambda: global_losses()[0]):
             self.activity.record_op(Operation.OPTIMIZER, peers=self.activity.peers.everyone)
-            self.deepspeed.step()  # runs `PartitionedStep` where `take_over_step` has put it in the optimizer's place
+            self.deepspeed.step()  # runs `PartitionedStep`, which `take_over_step` has put in the optimizer's place
         self.activity.record_op(Operation.LOSS, peers=self._loss_peers)
         (loss, by_source), norm = global_losses(), self.deepspeed.get_global_grad_norm()
         for participant in self._participants:  # behind the loss, which would wait for the gathers of weights
