@@ -97,7 +97,7 @@ def measure(rank: int, parallel: dict[str, int], micro_batch: int, turns: int) -
             activity.record_op(Operation.MEET, peers=activity.peers.everyone)
             requests.agree(save_next=False)
             if recorder is not None:
-                recorder.after_barrier(number, profile_next=False)
+                recorder.after_barrier(number, profile_next=False, gather_next=True)
         return TimedTurn((time.process_time() - began_cpu) / STEPS, (time.perf_counter() - began) / STEPS)
 
     recorder = StepRecorder(engine, config, number, requests.group)

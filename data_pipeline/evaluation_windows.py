@@ -47,11 +47,8 @@ def equally_long_batches(windows: Iterable[Window], most_tokens: int) -> Iterato
         group = by_length.setdefault(len(window.tokens), [])
         group.append(window)
         if (len(group) + 1) * len(window.tokens) > most_tokens:
-            yield _stacked(group)
-            group.clear()
-    for group in by_length.values():
-        if group:
-            yield _stacked(group)
+            yield _stacked(by_length.pop(len(window.tokens)))
+    yield from map(_stacked, by_length.values())
 
 
 def _stacked(windows: list[Window]) -> Window:

@@ -10,6 +10,7 @@ from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,8 @@ from data_pipeline.samples.dataset import SampleRows, ids_are_below
 from data_pipeline.samples.samples import ReadSamples
 
 IGNORED_TARGET = -100  # the value that cross-entropy leaves out
-_STEPS_AHEAD = 2  # global batches prepared at most while one trains
+_STEPS_AHEAD = 2  # global batches that are prepared while one trains
+_MOST_AHEAD, _TOKENS_AHEAD = 16, 1 << 14  # of small ones so many together, for which waking the thread takes longer
 
 
 @dataclass(frozen=True)
@@ -115,13 +117,13 @@ def prefetched_batches(
     """
     thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
     waiting: deque[Future[list[TokenBatch]]] = deque()
+    positions = iter(range(start_consumed, start_consumed + steps * plan.global_batch_size, plan.global_batch_size))
+    ahead = max(_STEPS_AHEAD, min(_MOST_AHEAD, _TOKENS_AHEAD // (samples.sequence_length * plan.global_batch_size)))
     try:
-        for step in range(steps):
-            consumed = start_consumed + step * plan.global_batch_size
-            waiting.append(thread.submit(global_batch, samples, plan, consumed))
-            if len(waiting) > _STEPS_AHEAD:
-                yield waiting.popleft().result()
-        while waiting:
+        for _ in range(steps):
+            if len(waiting) <= _STEPS_AHEAD:
+                for consumed in islice(positions, ahead + 1 - len(waiting)):
+                    waiting.append(thread.submit(global_batch, samples, plan, consumed))
             yield waiting.popleft().result()
     finally:
         thread.shutdown(wait=True, cancel_futures=True)

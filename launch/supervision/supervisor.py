@@ -43,7 +43,7 @@ from launch.trainer.start.run_config import load_run_config
 from megalite.checkpoint.safe_files import read_end
 from megalite.config import Config
 from megalite.distributed.rank_admission import ATTEMPT
-from megalite.monitor.line_files import append_line
+from megalite.monitor.line_files import LineFile
 from megalite.monitor.observer import Nonfatal
 from megalite.monitor.progress import format_continuation
 
@@ -251,7 +251,7 @@ class Supervisor(ABC):
             **ended.facts,
         }
         with self._nonfatal(str(self._run_dir / ATTEMPTS)):
-            append_line(self._run_dir / ATTEMPTS, json.dumps(record) + "\n")
+            LineFile(self._run_dir / ATTEMPTS).append(json.dumps(record) + "\n")
 
     def _log(self, sentence: str, level: int = logging.WARNING) -> None:
         """Logs to the console and to a file in the run's folder."""
@@ -259,7 +259,7 @@ class Supervisor(ABC):
             log.log(level, "%s", sentence)
         if self._run_dir.is_dir():
             with self._nonfatal(str(self._run_dir / LOG)):
-                append_line(self._run_dir / LOG, f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} {sentence}\n")
+                LineFile(self._run_dir / LOG).append(f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} {sentence}\n")
 
 
 class CommandSupervisor(Supervisor):

@@ -98,17 +98,17 @@ class Goodput(Observer):
         `evaluation_s`, `save_blocked_s`, `self_check_s`. Returns `session_s` too: the age of the process in seconds.
         All of these must be in metrics.jsonl as well.
         """
-        session_s = round(self._session_s(), 3)
         if self._startup_s is None:
             self._startup_s = _seconds(self._session_s() - sum(step_seconds(record).values()))
         lost_s, lost_steps = self._steps.add(record)
         if lost_steps:  # metrics.jsonl drops them now: the next session reads of them here
-            self._write("steps_lost", step=record["step"], session_s=session_s, lost_s=lost_s, lost_steps=lost_steps)
-        return {"session_s": session_s, "goodput": round(self.shares()["productive"], 4)}
+            lost = {"session_s": round(self._session_s(), 3), "lost_s": lost_s, "lost_steps": lost_steps}
+            self._write("steps_lost", step=record["step"], **lost)
+        return self.so_far()
 
     def so_far(self) -> StepRecord:
         """Returns the fields of a record that tell the account of the steps so far."""
-        return {"session_s": round(self._session_s(), 3), "goodput": round(self.shares()["productive"], 4)}
+        return {"session_s": round(self._session_s(), 3), "goodput": round(shares_of(self.seconds())["productive"], 4)}
 
     def account(self, step: int) -> dict[str, Any]:
         """Returns the seconds of all steps up to a recent one, for its `saved` event: from there a resume goes on."""
@@ -121,9 +121,8 @@ class Goodput(Observer):
     def on_end(self, ending: str, *, save_blocked_s: float = 0.0, **facts: Any) -> None:
         """Writes the event `ending`, one of ENDS, with the account of the session, and logs the run's."""
         self._past["saves"] += _seconds(save_blocked_s)
-        ours = {"session_s": round(self._session_s(), 3), "goodput": self.shares()["productive"]}
         log.info(self.sentence())  # first: it does not depend on a file that can be written
-        self._write(ending, save_blocked_s=save_blocked_s, **ours, **facts)
+        self._write(ending, save_blocked_s=save_blocked_s, **self.so_far(), **facts)
 
     def seconds(self) -> dict[str, float]:
         """Returns the wall time of the run so far by category; what no category explains is `other`."""
@@ -132,10 +131,6 @@ class Goodput(Observer):
         seconds = {name: max(0.0, value) for name, value in known.items()} | {"other": 0.0}
         seconds["other"] = max(0.0, self._past["wall"] + self._session_s() - sum(seconds.values()))
         return seconds
-
-    def shares(self) -> dict[str, float]:
-        """Returns the parts of the wall time by category; they sum to one."""
-        return shares_of(self.seconds())
 
     def summary(self) -> dict[str, Any]:
         """Returns the account for receipt.json."""
@@ -151,7 +146,8 @@ class Goodput(Observer):
 
     def sentence(self) -> str:
         """Returns one line for the console, without categories below a thousandth."""
-        shares, wall_s = self.shares(), sum(self.seconds().values())
+        seconds = self.seconds()
+        shares, wall_s = shares_of(seconds), sum(seconds.values())
         if wall_s < SHORT_S and shares["startup"] > 0.5:
             start = rounded(wall_s * shares["startup"])
             return f"goodput: too short to tell: {start} of the {rounded(wall_s)} so far went into starting"

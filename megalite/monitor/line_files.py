@@ -12,7 +12,7 @@ import re
 import threading
 import time
 from collections.abc import Collection, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any
@@ -26,8 +26,9 @@ from megalite.units import plural
 LONGEST_LINE_BYTES = 1 << 20
 BLOCK_BYTES = 1 << 18  # of one look backwards, and of the text whose objects are in memory at once
 MOST_WAITING_BYTES = 16 << 20  # of lines that storage has refused
+KEPT_OPEN_S = 0.5  # of lines that follow each other faster; closing a file shows its lines to other hosts of a network
 MOST_WITHOUT_STEP = 1000  # lines that are looked at for a step before one looks further back
-STEP_FIRST = re.compile(rb'\{"step": (\d{1,18})[,}]')  # as our own lines begin
+STEP_FIRST = re.compile(rb'\{"step": ?(\d{1,18})[,}]')  # as our own lines begin
 
 
 class LineFile:
@@ -44,6 +45,8 @@ class LineFile:
         self._lost_lines = 0
         self._cut_after: float | None = None  # a step: lines of later ones are still to be dropped
         self._is_named = False  # on disk: the folder's entry of the file
+        self._kept: IO[bytes] | None = None  # open, between lines that follow each other fast
+        self._opened_at = self._written_at = 0.0  # time.monotonic
 
     def append(self, line: str) -> None:
         """Appends a line, which ends with a newline. Raises OSError, UnsafeFile where the file is none that a run has
@@ -83,6 +86,9 @@ class LineFile:
         try:
             with self._lock:
                 self._write()
+                if (kept := self._kept) is not None:
+                    self._kept = None
+                    kept.close()
         except OSError as error:
             lost = [*self._lost, *self._waiting]
             count = self._lost_lines + len(self._waiting)
@@ -91,8 +97,7 @@ class LineFile:
     def _write(self) -> None:
         if not self._waiting and self._cut_after is None:
             return
-        # opened each time, so that a full disk damages no other line
-        with os.fdopen(open_to_write(self._path, append=True), "ab+", buffering=0) as file:
+        with self._opened() as file:
             if self._cut_after is not None:
                 with os.fdopen(os.dup(file.fileno()), "rb") as reader:
                     os.ftruncate(file.fileno(), _end_of_steps(reader, self._cut_after))
@@ -104,10 +109,23 @@ class LineFile:
             _append(file, data)
             self._waiting, self._lost, self._lost_lines = [], [], 0
 
-
-def append_line(path: Path, line: str) -> None:
-    """Appends one line. Raises OSError, UnsafeFile where the file is none that a run has made."""
-    LineFile(path).append(line)
+    @contextmanager
+    def _opened(self) -> Iterator[IO[bytes]]:
+        """The file, open for appending; opened anew after KEPT_OPEN_S, an error, or where it has been removed."""
+        now, file, self._kept = time.monotonic(), self._kept, None
+        if file is not None and (now - self._opened_at > KEPT_OPEN_S or not os.fstat(file.fileno()).st_nlink):
+            file.close()
+            file = None
+        if file is None:
+            file, self._opened_at = os.fdopen(open_to_write(self._path, append=True), "ab+", buffering=0), now
+        try:
+            yield file
+            if now - self._written_at < KEPT_OPEN_S:
+                self._kept = file
+            self._written_at = now
+        finally:
+            if self._kept is None:
+                file.close()
 
 
 def _append(file: IO[bytes], data: bytes) -> None:

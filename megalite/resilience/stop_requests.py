@@ -39,6 +39,7 @@ class Agreement(NamedTuple):
     stop: Stop | None  # why to save and end now
     save_next: bool  # a checkpoint is due after the coming step
     profile_next: bool  # the coming step is profiled
+    gather_next: bool  # ranks tell rank 0 what steps went into after the coming one
 
 
 class StopRequests:
@@ -53,9 +54,8 @@ class StopRequests:
         self._deadline = None if max_minutes is None else started + 60 * max_minutes
         self._limit = f"training.max_minutes ({max_minutes:g}) is over" if max_minutes else ""
         self._signals = take_signals()
-        several = dist.get_world_size() > 1
         # of all ranks on the CPU; None for a rank alone
-        self.group = dist.new_group(backend="gloo", timeout=group_timeout()) if several else None
+        self.group = dist.new_group(backend="gloo", timeout=group_timeout()) if dist.get_world_size() > 1 else None
         self._is_agreed, self.stops_after = False, "this step"
         self._step, self._saved_step = 0, lambda: 0
         self._step_began, self._last_step_s = time.monotonic(), 0.0
@@ -74,28 +74,30 @@ class StopRequests:
         """Notes that `step` begins, from 1, and who knows up to which step the run is saved."""
         self._step, self._saved_step, self._step_began = step, saved_step, time.monotonic()
 
-    def agree(self, *, save_next: bool, profile_next: bool = False) -> Agreement:
+    def agree(self, *, save_next: bool, profile_next: bool = False, gather_next: bool = False) -> Agreement:
         """Agrees on what comes next; collective. All ranks' signals count, and rank 0's clock and arguments."""
         self._last_step_s = time.monotonic() - self._step_began
-        asked = [self._is_over(), save_next, profile_next] if dist.get_rank() == 0 else [False] * 3
-        flags = torch.tensor([self._signals.first, *asked], dtype=torch.int32)
-        if self.group is not None:
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
-        number, is_over, save_next, profile_next = flags.tolist()
+        asked = [self._is_over(), save_next, profile_next, gather_next] if dist.get_rank() == 0 else [False] * 4
+        number, is_over, *agreed = self._largest([self._signals.first, *asked])
         self._is_agreed = bool(number or is_over)
         stop = Stop(self._limit) if is_over else None
         if number:
             self._has_ended.set()
             stop = Stop(f"signal {signal.Signals(number).name}", number == signal.SIGINT)
-        return Agreement(stop, bool(save_next), bool(profile_next))
+        return Agreement(stop, *map(bool, agreed))
 
     def agree_on_part(self, count: int) -> int:
         """Agrees on the next part of an evaluation: rank 0's `count`, 0 once the run is asked to end. Collective."""
-        numbers = torch.tensor([self._signals.first, 0 if dist.get_rank() or self._is_over() else count])
-        if self.group is not None:
-            dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self.group)
-        number, count = numbers.tolist()
+        number, count = self._largest([self._signals.first, 0 if dist.get_rank() or self._is_over() else count])
         return 0 if number else count
+
+    def _largest(self, numbers: list[int]) -> list[int]:
+        """Returns the largest of all ranks at each place."""
+        if self.group is None:
+            return numbers
+        of_all = torch.tensor(numbers)
+        dist.all_reduce(of_all, op=dist.ReduceOp.MAX, group=self.group)
+        return of_all.tolist()
 
     def _is_over(self) -> bool:
         return self._deadline is not None and time.monotonic() >= self._deadline

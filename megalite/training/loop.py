@@ -72,6 +72,7 @@ class _PendingStep:
     """A step that the engine has begun, and whose result the host may have to wait for."""
 
     before: TrainState
+    after: TrainState  # unless it turns out that it is not taken
     due: _Due
     micro_batches: Sequence[MicroBatch]
     learning_rate: float
@@ -156,7 +157,7 @@ class _TrainingRun:
 
     def _reads_at_once(self, step: int, due: _Due) -> bool:
         """Returns whether a step is read before the next one begins."""
-        if any(due) or step == self._total_steps or self._recorder.is_profiled(step):
+        if any(due) or step == self._total_steps or self._recorder.profiler.is_due(step):
             return True
         ends_stage = self._shapes.shape_after(step) != self._shapes.shape_after(step - 1)
         return ends_stage or not self._engine.reads_late(self._context.guard)
@@ -166,7 +167,7 @@ class _TrainingRun:
         config, before, self._is_save_asked = self._config, self._state, False
         if due.self_check:
             self._self_check.watch()
-        self._recorder.begin_step(step)
+        self._recorder.profiler.begin(step)
         self._context.requests.begin_step(step, lambda: self._context.checkpoints.saved_step)
         self._engine.activity.begin_phase(Phase.DATA, step)
         began = time.perf_counter()
@@ -177,8 +178,8 @@ class _TrainingRun:
         learning_rate = config.optimizer.learning_rate * factor
         self._engine.use_shape(self._shapes.shape_after(before.step))
         result = self._engine.train_step(micro_batches, learning_rate, self._context.guard)
-        self._state = self._after(before, skipped=False)  # unless it turns out otherwise when the result is read
-        return _PendingStep(before, due, micro_batches, learning_rate, result, began, waited_s)
+        self._state = after = self._after(before, skipped=False)
+        return _PendingStep(before, after, due, micro_batches, learning_rate, result, began, waited_s)
 
     def _finish(self, pending: _PendingStep, behind: _PendingStep | None = None) -> bool:
         """Reads the result of a step, evaluates, logs, and does what the guard asks for.
@@ -215,7 +216,7 @@ class _TrainingRun:
         numbers, shape = pending.result.readback.numbers, self._shapes.shape_after(pending.before.step)
         now = time.perf_counter()
         self._step_time_s, self._last_read = now - max(pending.began, self._last_read), now
-        state = self._after(pending.before, skipped=not pending.result.taken)
+        state = pending.after if pending.result.taken else self._after(pending.before, skipped=True)
         record: StepRecord = {
             "step": state.step,
             "time": time.time(),
@@ -287,13 +288,13 @@ class _TrainingRun:
     def _synchronize(self, step: int, *, has_read: bool) -> Stop | None:
         """Agrees with all ranks on what comes next, also a save that rank 0 asks for; returns why to stop."""
         self._engine.activity.record_op(Operation.MEET, peers=self._engine.activity.peers.everyone)
-        stop, is_next_save_due, is_next_profiled = self._context.requests.agree(
+        agreed = self._context.requests.agree(
             save_next=has_read and self._context.checkpoints.step_ended(self._step_time_s),
-            profile_next=self._recorder.profiler.is_asked(),
+            **self._recorder.wishes(step, self._step_time_s),
         )
-        self._recorder.after_barrier(step, profile_next=is_next_profiled)
-        self._is_save_asked |= is_next_save_due
-        return stop
+        self._recorder.after_barrier(step, profile_next=agreed.profile_next, gather_next=agreed.gather_next)
+        self._is_save_asked |= agreed.save_next
+        return agreed.stop
 
     def _is_evaluated(self, step: int) -> bool:
         is_due = step == self._total_steps or _is_multiple(step, self._config.training.evaluation.interval)

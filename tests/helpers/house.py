@@ -11,7 +11,6 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 from tests.helpers.commands import ROOT
@@ -30,11 +29,15 @@ IMPORTED = "import sys, launch.cli.app; print(len([name for name in sys.modules]
 
 def figures() -> dict[str, int]:
     """Returns today's figures by the names that docs/limits.md gives them."""
-    files = {path: (ROOT / path).read_text(encoding="utf-8") for path in sorted(_files(*SOURCES))}
+    paths = sorted(path for folder in SOURCES for path in (ROOT / folder).rglob("*.py"))
+    files = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in paths}
     lines = {path: text.count("\n") for path, text in files.items()}
-    functions = [length for text in files.values() for length in _function_lengths(text)]
+    nodes = (node for text in files.values() for node in ast.walk(ast.parse(text)))
+    of_functions = (node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    functions = [(node.end_lineno or node.lineno) - node.lineno + 1 for node in of_functions]
     short = sum(length <= SHORT_FUNCTION for length in functions)
     study = sum(count for path, count in lines.items() if path.startswith(STUDY))
+    imported = subprocess.run([sys.executable, "-c", IMPORTED], cwd=ROOT, capture_output=True, text=True, check=True)
     measured = {
         "all sources": sum(lines.values()),
         "train": sum(lines.values()) - study,
@@ -42,30 +45,20 @@ def figures() -> dict[str, int]:
         "files over 400 lines": sum(count > LONG_FILE for count in lines.values()),
         "functions over 60 lines": sum(length > LONG_FUNCTION for length in functions),
         "functions up to 5 lines, per cent": -(-100 * short // len(functions)),
-        "modules that the command line imports": _imported(),
+        "modules that the command line imports": int(imported.stdout),
         "tests": sum(path.read_text(encoding="utf-8").count("\n") for path in (ROOT / "tests").rglob("*.py")),
         "benchmarks": sum(path.read_text(encoding="utf-8").count("\n") for path in (ROOT / "benchmarks").rglob("*.py")),
     }
     for path, count in lines.items():
-        name = f"`{room_of(path)}`"
+        name = f"`{'/'.join(Path(path).parts[:-1][:2])}`"  # two folders deep, or one where files lie there
         measured[name] = measured.get(name, 0) + count
     return measured
-
-
-def room_of(path: str) -> str:
-    """Returns the room that a file of the sources counts for: two folders deep, or one where files lie there."""
-    return "/".join(Path(path).parts[:-1][:2])
 
 
 def limits() -> dict[str, int]:
     """Returns the limits of docs/limits.md."""
     rows = re.findall(r"^\| (.+?) \| ([\d,]+) \|", LIMITS.read_text(encoding="utf-8"), re.MULTILINE)
     return {name: int(limit.replace(",", "")) for name, limit in rows}
-
-
-def rounded_up(figure: int) -> int:
-    step = next((step for step in STEPS if step * 10 <= figure), 1)
-    return -(-figure // step) * step
 
 
 def signs() -> list[str]:
@@ -78,26 +71,12 @@ def signs() -> list[str]:
     return rows
 
 
-def _files(*folders: str) -> Iterator[str]:
-    for folder in folders:
-        yield from (str(path.relative_to(ROOT)) for path in (ROOT / folder).rglob("*.py"))
-
-
-def _function_lengths(text: str) -> Iterator[int]:
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield (node.end_lineno or node.lineno) - node.lineno + 1
-
-
-def _imported() -> int:
-    done = subprocess.run([sys.executable, "-c", IMPORTED], cwd=ROOT, capture_output=True, text=True, check=True)
-    return int(done.stdout)
-
-
 def _lower() -> None:
     now, text = figures(), LIMITS.read_text(encoding="utf-8")
     for name, limit in limits().items():
-        lower = rounded_up(now.get(name, limit))
+        figure = now.get(name, limit)
+        step = next((step for step in STEPS if step * 10 <= figure), 1)
+        lower = -(-figure // step) * step
         if lower < limit:
             text = text.replace(f"| {name} | {limit:,} |", f"| {name} | {lower:,} |")
     LIMITS.write_text(text, encoding="utf-8")

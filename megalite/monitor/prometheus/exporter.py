@@ -122,7 +122,7 @@ class PrometheusExporter(Observer):
         common = {"run": label_of(self._config.run_dir)}
         yield from self._rendered(common)
         if self._host.gpus is not None:
-            yield from rendered(OF_GPUS, self._host.gpus.values(), common)
+            yield from rendered(OF_GPUS, self._host.gpus.values, common)
 
     def _rendered(self, common: Mapping[str, str]) -> Iterator[Metric]:
         snapshot = self._snapshot

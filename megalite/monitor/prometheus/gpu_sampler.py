@@ -48,7 +48,7 @@ class GpuSampler:
         """`nvml` is the module pynvml; `tell` takes a sentence."""
         self._nvml, self._tell, self._host = nvml, tell, socket.gethostname()
         self._told: set[str] = set()
-        self._series: Values = {}
+        self.values: Values = {}  # the last readings
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gpu sampler", daemon=True)
 
@@ -61,16 +61,12 @@ class GpuSampler:
         self._is_over.set()
         self._thread.join(EVERY_S)
 
-    def values(self) -> Values:
-        """Returns the last readings."""
-        return self._series
-
     def record(self) -> StepRecord:
         """Returns what a step's record has of these GPUs: the mean of their utilisation, and of their power in W."""
         found: StepRecord = {}
-        if used := self._series.get("megalite_gpu_utilization_ratio"):
+        if used := self.values.get("megalite_gpu_utilization_ratio"):
             found["gpu_utilization"] = round(fmean(used.values()), 4)
-        if power := self._series.get("megalite_gpu_power_watts"):
+        if power := self.values.get("megalite_gpu_power_watts"):
             found["gpu_power_w"] = round(fmean(power.values()), 4)
         return found
 
@@ -83,10 +79,10 @@ class GpuSampler:
         try:
             is_over = False
             while not is_over:
-                self._series = self.read()
+                self.values = self.read()
                 is_over = self._is_over.wait(EVERY_S)
         except Exception as error:
-            self._series = {}
+            self.values = {}
             self._say_once("all", f"no more metrics of GPUs: {type(error).__name__}: {error}")
 
     def read(self) -> dict[str, Series]:

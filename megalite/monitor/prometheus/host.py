@@ -32,9 +32,8 @@ class HostMetrics:
         if options.gpus is True or (options.gpus == "auto" and can_read and not dcgm_answers()):
             import pynvml
 
-            self.gpus = GpuSampler(pynvml, tell)
-            values = self.gpus.values
-            self.registry.register(Rendering(lambda: rendered(OF_GPUS, values()), nonfatal))
+            self.gpus = gpus = GpuSampler(pynvml, tell)
+            self.registry.register(Rendering(lambda: rendered(OF_GPUS, gpus.values), nonfatal))
         # the port first, and only where GPUs can be had: what fails leaves neither a port nor a thread behind
         self.endpoint = Endpoint(options, self.registry, tell) if options.enabled else None
         if self.gpus is not None:

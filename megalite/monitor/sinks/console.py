@@ -14,11 +14,12 @@ from rich.table import Column
 from megalite.config import Config
 from megalite.config.batch_stages import BatchSchedule
 from megalite.monitor.observer import Observer
-from megalite.monitor.progress import RECENT_STEPS, clock, seconds_left
+from megalite.monitor.progress import ALL_UP_TO, RECENT_STEPS, clock, seconds_left
 from megalite.monitor.records.step import StepRecord
 from megalite.units import MIB, count, digits, gib, plural
 
 BAR_COLUMNS = 16  # the numbers need the room
+EVERY_S = 0.25  # at least, between lines of two steps, once a session has done ALL_UP_TO: a line costs 0.3 ms
 
 
 class _Console(Console):
@@ -28,13 +29,15 @@ class _Console(Console):
 
 
 class ConsoleSink(Observer):
-    """Prints the time and the numbers of a step every `log_interval` steps, and the date when it changes."""
+    """Prints the time and the numbers of a step every `log_interval` steps, of many short ones every EVERY_S, and the
+    date when it changes."""
 
     def __init__(
         self, total_steps: int, first_step: int, log_interval: int, batches: BatchSchedule | None = None
     ) -> None:
         """Without `batches` all steps are alike."""
         self._total, self._interval, self._batches = total_steps, log_interval, batches
+        self._first_step, self._shown_at = first_step, 0.0  # time.monotonic
         self._console = _Console()
         self._progress: Progress | None = None
         self._task: TaskID | None = None
@@ -71,12 +74,18 @@ class ConsoleSink(Observer):
         if "evaluation_loss" in record:
             sets = ", ".join(f"{name} {loss:.4f}" for name, loss in record.get("evaluation_losses", {}).items())
             self._print(f"step {step} evaluation loss {_loss(record['evaluation_loss'])}{sets and f' ({sets})'}")
+        now = time.monotonic()
+        if step != self._total and step - self._first_step > ALL_UP_TO and now - self._shown_at < EVERY_S:
+            return
         steps = self._batches.steps_left(step, self._total) if self._batches is not None else self._total - step
         left = f"left {clock(seconds_left(steps, self._recent_s) or 0.0)}"
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, completed=step, description=f"{left} {step_numbers(record)}")
         elif step % self._interval == 0 or step == self._total:
             self._print(f"step {step}/{self._total} {step_numbers(record)} {left}")
+        else:
+            return
+        self._shown_at = now
 
     def close(self) -> None:
         if self._progress is not None:

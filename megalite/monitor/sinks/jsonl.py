@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from pydantic_core import to_json
 
 from megalite.config import Config
 from megalite.monitor.line_files import LineFile, stream_lines
@@ -31,17 +31,16 @@ class JsonLinesSink(Observer):
 
     def on_step(self, record: StepRecord | dict[str, Any]) -> None:
         step: int = record["step"]
-        is_again = step <= self._last_step
-        self._last_step = step
+        is_again, self._last_step = step <= self._last_step, step
         if is_again:
             with suppress(OSError):  # it is tried again, and reported, by `append`
                 self._file.cut_after(step - 1)
         fields: dict[str, Any] = {**record}
         ordered = {name: fields[name] for name in StepRecord.__annotations__ if name in fields} | fields
-        self._file.append(json.dumps(_finite(ordered)) + "\n")
+        line = to_json(ordered, inf_nan_mode="null", ensure_ascii=True)  # the norm of a skipped step is null
+        self._file.append(line.decode() + "\n")
 
-    def before_evaluation(self, record: StepRecord) -> None:
-        self.on_step(record)
+    before_evaluation = on_step
 
     def sync(self) -> None:
         self._file.sync()
@@ -65,10 +64,3 @@ def is_record(value: Mapping[str, Any]) -> bool:
     step, loss = value.get("step"), value.get("loss")
     is_step = isinstance(step, int | float) and not isinstance(step, bool) and step >= 1 and step == step // 1
     return is_step and (loss is None or isinstance(loss, int | float))
-
-
-def _finite(value: Any) -> Any:
-    """Returns a value that JSON can hold, which has no NaN or infinity: a skipped step's norm is null."""
-    if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value

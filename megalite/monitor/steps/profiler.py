@@ -77,10 +77,11 @@ class StepProfiler:
         self._is_cuda = device_type == "cuda"
         self._steps = set(self._options.steps)
         self._profile: profile | None = None  # of the current step
+        self.is_asked = False  # for the coming step, by somebody who watches the run
         self._opened, self._step = ExitStack(), 0
         self._nonfatal = Nonfatal(log.warning)
 
-    def is_asked(self) -> bool:
+    def takes_request(self) -> bool:
         """Returns whether somebody has asked for the next step, on rank 0, and takes the request."""
         if self._rank == 0:
             with self._nonfatal(REQUEST):
@@ -91,13 +92,14 @@ class StepProfiler:
                     return True
         return False
 
-    def is_due(self, step: int, *, is_asked: bool) -> bool:
-        """Returns whether a step is to have a profile."""
-        return is_asked or step in self._steps
+    def is_due(self, step: int) -> bool:
+        """Returns whether the coming step has a profile, for which its result must be read before the next begins."""
+        return self.is_asked or step in self._steps
 
-    def begin(self, step: int, *, is_asked: bool) -> None:
+    def begin(self, step: int) -> None:
         """Begins a profile if this step is to have one."""
-        if not self.is_due(step, is_asked=is_asked):
+        is_due, self.is_asked = self.is_due(step), False
+        if not is_due:
             return
         with self._nonfatal("a profile"), ExitStack() as opened:
             check_own_folder(self._run_dir / FOLDER)

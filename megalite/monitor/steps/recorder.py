@@ -21,6 +21,7 @@ from megalite.engine.step_result import StepResult
 from megalite.monitor.expert_usage import ExpertUsage, Usage
 from megalite.monitor.memory import peak_memory_mib
 from megalite.monitor.observer import Nonfatal
+from megalite.monitor.progress import ALL_UP_TO
 from megalite.monitor.records.step import StepRecord
 from megalite.monitor.steps.breakdown import COLUMN, KINDS, POSITION, ROW, StepBreakdown
 from megalite.monitor.steps.communication_meter import CommunicationMeter
@@ -45,6 +46,8 @@ log = logging.getLogger(__name__)
 
 PASSES = (Operation.FORWARD, Operation.BACKWARD, Operation.WEIGHT_GRADIENT)
 REDUCED = POSITION["data", "reduce_scatter"]
+EVERY_S = 0.1  # at least, between two times that rank 0 hears of steps, once a session has done ALL_UP_TO
+MOST_WAITING = 1000  # records that are summed up at once: one step's at a time costs several times as much
 
 
 class Gathered(NamedTuple):
@@ -79,8 +82,9 @@ class StepRecorder:
         # of each host, in case they share no file system
         self._is_first_of_host = self._gathering.hosts.index(self._owner.host) == self._owner.rank
         self.profiler = StepProfiler(config, self._owner.rank, device_type, cleans=self._is_first_of_host)
-        self._is_profile_asked = False  # for the coming step, by somebody who watches the run
         self._row = np.zeros(len(ROW))
+        self._windows: list[tuple[int, Recorded]] = []  # of the last steps, not yet in the row
+        self._is_gathered, self._gathered_at = True, 0.0  # the coming step, if log_interval says so; time.monotonic
         self._messages, self._in_messages_s = Messages(), 0.0  # of the last step
         self._meetings: dict[int, float] = {}  # by step
         self._nonfatal = Nonfatal(log.warning)
@@ -99,26 +103,24 @@ class StepRecorder:
         self._meter.__exit__()
         self.profiler.close()
 
-    def begin_step(self, step: int) -> None:
-        """Begins the profile of a step, if it has one."""
-        self.profiler.begin(step, is_asked=self._is_profile_asked)
-        self._is_profile_asked = False
-
-    def is_profiled(self, step: int) -> bool:
-        """Returns whether the coming step has a profile, for which its result must be read before the next begins."""
-        return self.profiler.is_due(step, is_asked=self._is_profile_asked)
-
     def cut(self) -> None:
         """Ends the window of a step whose `end_step` comes when the next step has been begun."""
         with self._nonfatal("the record of a step"):
             self._tape.cut()
 
-    def after_barrier(self, step: int, *, profile_next: bool) -> None:
+    def wishes(self, step: int, step_s: float) -> dict[str, bool]:
+        """Returns what rank 0 wants of the step behind `step`, where each takes `step_s`: a profile that somebody has
+        asked for, and to hear what steps went into."""
+        is_due = step - self._first_step < ALL_UP_TO or time.monotonic() + step_s - self._gathered_at >= EVERY_S
+        return {"profile_next": is_due and self.profiler.takes_request(), "gather_next": is_due}
+
+    def after_barrier(self, step: int, *, profile_next: bool, gather_next: bool) -> None:
         """Notes that all ranks have met at the end of a step, and what they agreed on.
 
         They leave at about the same moment.
         """
-        self._is_profile_asked |= profile_next  # ranks may meet again before the coming step
+        self.profiler.is_asked |= profile_next  # ranks may meet again before the coming step
+        self._is_gathered |= gather_next
         self._meetings.pop(step, None)  # the last one is that of the step that is done again after a rollback
         self._meetings[step] = time.monotonic()
         if len(self._meetings) > MEETINGS:
@@ -127,19 +129,26 @@ class StepRecorder:
     def end_step(self, step: int, result: StepResult, *, is_last: bool) -> Gathered | None:
         """Takes the window that `cut` has ended, or else that the last record of activity ends.
 
-        Every `monitor.log_interval` steps and in the last one gathers what has happened since, and returns it on rank
-        0. The host must have waited for the step.
+        Every `monitor.log_interval` steps, of many short ones every EVERY_S, and in the last one gathers what has
+        happened since, and returns it on rank 0. The host must have waited for the step.
         """
         self._messages, self._in_messages_s = Messages(), 0.0
         if self._owner.micro_batches != self._engine.micro_batches:  # another stage of the training has begun
             self._owner = self._owner.model_copy(update={"micro_batches": self._engine.micro_batches})
             self._gathering.expect_messages(self._owner)
         self._expert_usage.add(result)
+        is_due = is_last or (self._is_gathered and step % self._config.monitor.log_interval == 0)
         with self._nonfatal("the record of a step"):
-            self._take(step, self._tape.take(), is_last=is_last)
+            self._windows.append((step, self._tape.take()))
+            is_kept = self._is_kept(step, is_last=is_last)
+            if is_due or is_kept or sum(len(window.entries) for _, window in self._windows) > MOST_WAITING:
+                windows, self._windows = self._windows, []
+                for number, window in windows:
+                    self._take(number, window, is_kept=is_kept and number == step)
         self.profiler.end()
-        if step % self._config.monitor.log_interval and not is_last:
+        if not is_due:
             return None
+        self._is_gathered, self._gathered_at = False, time.monotonic()
         with self._nonfatal("the peak of memory"):
             self._row[COLUMN["memory_peak_mib"]] = peak_memory_mib()
         self._activity.record_op(Operation.MEET, peers=self._activity.peers.everyone)
@@ -155,7 +164,7 @@ class StepRecorder:
             return Gathered(breakdown, self._slow_ranks.add(breakdown.steps, breakdown.own_s), experts)
         return None
 
-    def _take(self, step: int, recorded: Recorded, *, is_last: bool) -> None:
+    def _take(self, step: int, recorded: Recorded, *, is_kept: bool) -> None:
         notes, ended = [Note(*entry) for entry in recorded.entries[:-1]], recorded.entries[-1][0]
         collectives, timed = sorted(recorded.collectives), list(spans(notes, ended))
         row, seconds = self._row, parts_of(timed, collectives)
@@ -170,7 +179,7 @@ class StepRecorder:
             row[COLUMN["began"]], row[COLUMN["ended"]] = passes[0].start, passes[-1].end
             row[COLUMN["busy_s"]] = sum(span.seconds for span in passes)
         self._count(in_step, collectives)
-        if self._is_kept(step, is_last=is_last):
+        if is_kept:
             self._keep(
                 RankTimeline(
                     self._owner, step, ended, time.time(), notes, collectives, recorded.is_cut, dict(self._meetings)

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from megalite.engine.engine import Engine
-from megalite.monitor.steps import slow_ranks
+from megalite.monitor.steps import recorder, slow_ranks
 from megalite.monitor.steps.breakdown import COLUMN
 from megalite.monitor.steps.gathering import Gathering
 from megalite.monitor.steps.parts import PARTS
@@ -138,6 +138,23 @@ def test_steps_that_are_skipped_or_done_again_add_up_too(policy: str, steps: lis
             assert rows[3][COLUMN["checkpoint"]] > 0, "the checkpoint that was loaded"
     assert steps_of(tmp_path) == [4, 5], "the last two"
     assert [sorted(read_step(tmp_path, step)) for step in (4, 5)] == [[1], [1]]
+
+
+def _rarely(rank: int, run_dir: Path) -> tuple[list[np.ndarray], list[int]]:
+    rows, log, case = _kept_rows(), KeptLog(), Case(dp=2, steps=6)
+    recorder.ALL_UP_TO, recorder.EVERY_S = 2, 1e9  # behind the second step at the end alone
+    train_case(case, config_of(case, run_dir, {}), log)
+    return rows, [record["step"] for record in log.records if "parts_s" in record]
+
+
+def test_many_short_steps_are_told_together_and_none_is_left_out(tmp_path: Path) -> None:
+    """To gather each took longer than all else behind a step of a few milliseconds."""
+    answers = run_fresh_ranks(_rarely, 2, tmp_path)
+    assert answers[0][1] == [1, 2, 6]
+    for rows, _ in answers:
+        assert [row[COLUMN["steps"]] for row in rows] == [1, 1, 4]
+        for row in rows:
+            assert row[COLUMN["data"] : COLUMN["other"] + 1].sum() == pytest.approx(row[COLUMN["wall_s"]], abs=1e-6)
 
 
 def _slower(rank: int, run_dir: Path) -> tuple[list[dict[str, Any]], list[tuple[int, SlowRank]], list[np.ndarray]]:

@@ -52,7 +52,7 @@ def _train(engine: Engine, case: Case, run_dir: Path, *, is_evaluated: bool) -> 
             engine.activity.begin_phase(Phase.LOGGING)
             recorder.end_step(step, result, is_last=step == case.steps)
             dist.barrier()
-            recorder.after_barrier(step, profile_next=False)
+            recorder.after_barrier(step, profile_next=False, gather_next=True)
 
 
 def _recorded(rank: int, cases: list[Case], run_dir: Path) -> None:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from megalite.monitor import events as events_module
 from megalite.monitor import goodput as goodput_module
 from megalite.monitor.events import EVENTS, EventLog, read_events
-from megalite.monitor.goodput import CATEGORIES, Goodput, format_steps_without_record
+from megalite.monitor.goodput import CATEGORIES, Goodput, format_steps_without_record, shares_of
 from megalite.monitor.sinks.jsonl import METRICS, JsonLinesSink
 
 
@@ -49,7 +49,7 @@ class World:
             record = {"step": step, "time": self.now + self.wall_offset, "step_time_s": 1.0, "skipped": False} | parts
             self.now += sum(value for name, value in parts.items() if name.endswith("_s"))
             record |= session[0].measure(record)
-            share = session[0].shares()["productive"]
+            share = shares_of(session[0].seconds())["productive"]
             assert record["goodput"] == round(share, 4)
             session[1].on_step(record)
         return share
@@ -334,7 +334,7 @@ def test_shares_are_shares_whatever_the_files_and_clocks_say(
         if record is not None:
             record |= goodput.measure(record)
             assert 0 <= record["goodput"] <= 1
-        shares = goodput.shares()
+        shares = shares_of(goodput.seconds())
         assert set(shares) == set(CATEGORIES)
         assert all(0 <= share <= 1 for share in shares.values()), shares
         assert math.isclose(sum(shares.values()), 1, abs_tol=1e-9), shares

@@ -108,9 +108,9 @@ def test_lines_that_storage_refuses_wait(tmp_path: Path) -> None:
             log.write("saved", reason="long enough to be cut")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, room)
-    assert (tmp_path / METRICS).read_text() == '{"step": 1}\n'
+    assert (tmp_path / METRICS).read_text() == '{"step":1}\n'
     sink.sync()
-    assert (tmp_path / METRICS).read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
+    assert (tmp_path / METRICS).read_text() == '{"step":1}\n{"step":2}\n{"step":3}\n'
     log.sync()
     assert [event["event"] for event in read_events(tmp_path / EVENTS)] == ["saved"]
 
@@ -150,6 +150,9 @@ def test_a_synced_file_is_on_disk_with_its_name(tmp_path: Path, monkeypatch: pyt
     assert synced == []  # not in a step's way
     sink.sync()
     assert synced == [str(tmp_path / METRICS), str(tmp_path)]
+    (tmp_path / METRICS).unlink()  # that it is still open must not hide
+    sink.on_step({"step": 2})
+    assert (tmp_path / METRICS).read_text() == '{"step":2}\n'
 
 
 def test_a_kill_loses_no_acknowledged_line_and_leaves_none_twice(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def test_a_step_is_one_line_of_a_terminal_with_its_time(capsys: pytest.CaptureFi
     """Of a large run, with all that may be known; and what is not known is left out."""
     sink = console.ConsoleSink(total_steps=20_000, first_step=0, log_interval=10)
     sink.on_start()
-    for step in (1, 9, 10):
+    for step in (1, 9, 10, 110):  # the last one comes too soon, behind a hundred of which all are shown
         sink.on_step(_record(step) | FULL)
     sink.on_step(_record(20_000) | {"skipped": True, "evaluation_loss": 2.0})
     date, full, skipped, evaluated, bare = capsys.readouterr().out.splitlines()

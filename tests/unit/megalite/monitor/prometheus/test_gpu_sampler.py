@@ -128,7 +128,7 @@ def test_without_a_driver_one_sentence_is_all(code: int) -> None:
     sampler = GpuSampler(fake_nvml(nvmlInit=code), said.append)
     sampler.start()
     sampler.close()
-    assert sampler.values() == {} and sampler.record() == {}
+    assert sampler.values == {} and sampler.record() == {}
     assert len(said) == 1 and said[0].startswith("no metrics of GPUs: NVML does not start here: ")
 
 
@@ -141,7 +141,7 @@ def test_the_thread_reads_and_a_record_has_the_mean() -> None:
     sampler.close()
     assert sampler.record() == {"gpu_utilization": 0.75, "gpu_power_w": 650.5}
     registry = CollectorRegistry()
-    registry.register(Rendering(lambda: rendered(OF_GPUS, sampler.values()), Nonfatal(pytest.fail)))
+    registry.register(Rendering(lambda: rendered(OF_GPUS, sampler.values), Nonfatal(pytest.fail)))
     assert f'megalite_gpu_power_watts{{gpu="1",host="{HOST}",uuid="GPU-1"}} 650.5' in generate_latest(registry).decode()
 
 

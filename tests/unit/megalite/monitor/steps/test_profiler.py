@@ -25,18 +25,18 @@ def _profiler(run_dir: Path, rank: int = 0, steps: tuple[int, ...] = ()) -> Step
     return StepProfiler(config, rank, "cpu", cleans=rank == 0)
 
 
-def _profile(profiler: StepProfiler, step: int, *, is_asked: bool = False) -> None:
-    profiler.begin(step, is_asked=is_asked)
+def _profile(profiler: StepProfiler, step: int) -> None:
+    profiler.begin(step)
     torch.ones(3) + 1
     profiler.end()
 
 
 def test_a_request_is_taken_once_and_by_rank_0(tmp_path: Path) -> None:
     first, second = _profiler(tmp_path), _profiler(tmp_path, rank=1)
-    assert not first.is_asked()
+    assert not first.takes_request()
     (tmp_path / REQUEST).touch()
-    assert not second.is_asked()
-    assert first.is_asked() and not first.is_asked() and not (tmp_path / REQUEST).exists()
+    assert not second.takes_request()
+    assert first.takes_request() and not first.takes_request() and not (tmp_path / REQUEST).exists()
 
 
 def test_what_is_no_request_is_left_alone_and_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -51,7 +51,7 @@ def test_what_is_no_request_is_left_alone_and_told_once(tmp_path: Path, caplog: 
         make()
         profiler = _profiler(tmp_path)
         caplog.clear()
-        assert not profiler.is_asked() and not profiler.is_asked()
+        assert not profiler.takes_request() and not profiler.takes_request()
         assert [what in record.message for record in caplog.records] == [True], what
         path.rmdir() if what == "a folder" else path.unlink()
     assert elsewhere.exists()
@@ -65,7 +65,7 @@ def test_a_request_that_cannot_be_removed_asks_for_nothing(tmp_path: Path, monke
         raise PermissionError(13, "Permission denied", str(self))
 
     monkeypatch.setattr(Path, "unlink", refuse)
-    assert not _profiler(tmp_path).is_asked()
+    assert not _profiler(tmp_path).takes_request()
 
 
 def test_only_the_named_steps_have_a_profile_and_an_earlier_one_of_the_step_is_replaced(tmp_path: Path) -> None:
@@ -75,7 +75,8 @@ def test_only_the_named_steps_have_a_profile_and_an_earlier_one_of_the_step_is_r
     old.touch()
     for step in (1, 2, 3):
         _profile(profiler, step)
-    _profile(profiler, 5, is_asked=True)
+    profiler.is_asked = True
+    _profile(profiler, 5)
     assert sorted(path.name for path in (tmp_path / "profile").iterdir()) == ["step_2", "step_5"]
     assert not old.exists() and (old.parent / "rank_0.txt").read_text()
     assert gzip.decompress((old.parent / "rank_0.json.gz").read_bytes()).rstrip().endswith(b"}")
@@ -113,7 +114,7 @@ def test_a_trace_that_torch_could_only_write_in_part_is_none(
 def test_a_step_that_fails_leaves_no_profile_open(tmp_path: Path) -> None:
     """A process has one profiler: the next one could not begin."""
     profiler = _profiler(tmp_path, steps=(1, 2))
-    profiler.begin(1, is_asked=False)
+    profiler.begin(1)
     profiler.close()
     _profile(profiler, 2)
     assert [path.name for path in (tmp_path / "profile").iterdir()] == ["step_2"]
