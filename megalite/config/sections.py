@@ -431,7 +431,7 @@ class MonitorConfig(Section):
 
     log_interval: PositiveInt = 1
     """Steps between lines on the console, and between entries of losses by source and of what steps went into. Behind
-    the first hundred steps there are at most four lines and ten entries of what steps went into a second."""
+    the first hundred steps of a session there are at most four lines, and entries of what steps went into, a second."""
 
     timeline: TimelineConfig = Field(default_factory=TimelineConfig)
     """Timelines of chosen steps."""

@@ -47,6 +47,7 @@ class LineFile:
         self._is_named = False  # on disk: the folder's entry of the file
         self._kept: IO[bytes] | None = None  # open, between lines that follow each other fast
         self._opened_at = self._written_at = 0.0  # time.monotonic
+        self._end = 0  # size of the file behind our last line
 
     def append(self, line: str) -> None:
         """Appends a line, which ends with a newline. Raises OSError, UnsafeFile where the file is none that a run has
@@ -106,7 +107,7 @@ class LineFile:
             if self._lost:
                 what = {"event": "lines_lost", "time": time.time(), "lost": _these_lines(self._lost, self._lost_lines)}
                 data = json.dumps(what).encode() + b"\n" + data
-            _append(file, data)
+            self._end = _append(file, data, self._end)
             self._waiting, self._lost, self._lost_lines = [], [], 0
 
     @contextmanager
@@ -128,12 +129,10 @@ class LineFile:
                 file.close()
 
 
-def _append(file: IO[bytes], data: bytes) -> None:
-    """Appends all of it or nothing. It is one append of the kernel's, so threads do not mix their lines.
-
-    If a kill has left half a line, the new one starts on a line of its own.
-    """
-    if (size := file.seek(0, os.SEEK_END)) > 0:
+def _append(file: IO[bytes], data: bytes, end: int) -> int:
+    """Appends all of it or nothing; returns the size of the file. It is one append of the kernel's, so threads do not
+    mix their lines. If a kill has left half a line, the new one starts on a line of its own; none is before `end`."""
+    if (size := file.seek(0, os.SEEK_END)) not in (0, end):
         file.seek(-1, os.SEEK_END)
         data = data if file.read(1) == b"\n" else b"\n" + data
     done = 0
@@ -145,6 +144,7 @@ def _append(file: IO[bytes], data: bytes) -> None:
             if os.fstat(file.fileno()).st_size == size + done:  # nobody else has written meanwhile
                 os.ftruncate(file.fileno(), size)
         raise
+    return size + done
 
 
 def whole_lines(file: IO[bytes], start: int = 0) -> Iterator[bytes]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from statistics import median
 
 RECENT_STEPS = 50
-ALL_UP_TO = 100  # steps of a session: what costs more than a short step is left out for some of the later ones
+ALL_UP_TO, EVERY_S = 100, 0.25  # steps of a session that are all shown; seconds between later ones that are
 
 
 def seconds_left(steps: float, recent_s: Iterable[float]) -> float | None:

@@ -14,12 +14,11 @@ from rich.table import Column
 from megalite.config import Config
 from megalite.config.batch_stages import BatchSchedule
 from megalite.monitor.observer import Observer
-from megalite.monitor.progress import ALL_UP_TO, RECENT_STEPS, clock, seconds_left
+from megalite.monitor.progress import ALL_UP_TO, EVERY_S, RECENT_STEPS, clock, seconds_left
 from megalite.monitor.records.step import StepRecord
 from megalite.units import MIB, count, digits, gib, plural
 
 BAR_COLUMNS = 16  # the numbers need the room
-EVERY_S = 0.25  # at least, between lines of two steps, once a session has done ALL_UP_TO: a line costs 0.3 ms
 
 
 class _Console(Console):

@@ -21,7 +21,7 @@ from megalite.engine.step_result import StepResult
 from megalite.monitor.expert_usage import ExpertUsage, Usage
 from megalite.monitor.memory import peak_memory_mib
 from megalite.monitor.observer import Nonfatal
-from megalite.monitor.progress import ALL_UP_TO
+from megalite.monitor.progress import ALL_UP_TO, EVERY_S
 from megalite.monitor.records.step import StepRecord
 from megalite.monitor.steps.breakdown import COLUMN, KINDS, POSITION, ROW, StepBreakdown
 from megalite.monitor.steps.communication_meter import CommunicationMeter
@@ -46,7 +46,6 @@ log = logging.getLogger(__name__)
 
 PASSES = (Operation.FORWARD, Operation.BACKWARD, Operation.WEIGHT_GRADIENT)
 REDUCED = POSITION["data", "reduce_scatter"]
-EVERY_S = 0.1  # at least, between two times that rank 0 hears of steps, once a session has done ALL_UP_TO
 MOST_WAITING = 1000  # records that are summed up at once: one step's at a time costs several times as much
 
 
