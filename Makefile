@@ -119,19 +119,22 @@ test-all: check test-packages
 test-cluster: test-packages
 	$(VENV)/bin/python -m pytest tests/cluster
 
-# Training on a CUDA device that is not there, in an environment with torch's CUDA build (tests/device says what that is).
-# The version of core.txt is taken from PyPI, where it is a CUDA build, and not from a folder of pip's that has one for CPUs.
-DEVICE := .venv-device
-DEVICE_OPTIONS ?=
+# Training on a CUDA device that is not there, in an environment with torch's CUDA build (tests/device says what that is):
+# the tested version of torch, or `make test-device DEVICE_TORCH=2.11.0 PYTHON=python3.12`. PyPI has CUDA builds; a folder of
+# pip's may have the same version for CPUs. Another version of torch may ask for another one of setuptools.
 TORCH_VERSION := $(shell sed -n 's/^torch==//p' $(DEV_CONSTRAINTS))
+DEVICE_TORCH ?= $(TORCH_VERSION)
+DEVICE := .venv-device$(patsubst %,-%,$(filter-out $(TORCH_VERSION),$(DEVICE_TORCH)))
+DEVICE_OPTIONS ?=
 test-device: $(DEVICE)/installed
 	$(DEVICE)/bin/python -m tests.device $(DEVICE_OPTIONS)
 
 $(DEVICE)/installed: pyproject.toml $(CORE_CONSTRAINTS) $(DEV_CONSTRAINTS)
 	@echo "Installing megalite with torch's CUDA build into $(DEVICE): about 3 GB to download and 6 GB on disk."
 	test -x $(DEVICE)/bin/python || $(PYTHON) -m venv $(DEVICE)
-	$(DEVICE)/bin/python -m pip install -c $(DEV_CONSTRAINTS) '$(TORCH),!=$(TORCH_VERSION)+cpu'
-	$(DEVICE)/bin/python -m pip install -c $(DEV_CONSTRAINTS) -e '.[float8]' pytest pytest-timeout pytest-xdist hypothesis
+	sed -e 's/^torch==.*/torch==$(DEVICE_TORCH)/' -e '/^setuptools==/d' $(DEV_CONSTRAINTS) >$(DEVICE)/constraints.txt
+	$(DEVICE)/bin/python -m pip install -c $(DEVICE)/constraints.txt '$(TORCH),!=$(DEVICE_TORCH)+cpu'
+	$(DEVICE)/bin/python -m pip install -c $(DEVICE)/constraints.txt -e '.[float8]' pytest pytest-timeout pytest-xdist hypothesis
 	$(DEVICE)/bin/python -c 'import torch; assert torch.version.cuda, torch.__version__ + " is no CUDA build"'
 	touch $@
 

@@ -29,7 +29,7 @@ class CommandFailed(Exception):
 
     def __init__(self, command: str, code: int | None, output: str) -> None:
         self.output = output.strip().splitlines()[-TOLD_LINES:]
-        said = self.output[-1] if self.output else "it said nothing"
+        self.code, said = code, self.output[-1] if self.output else "it said nothing"
         super().__init__(f"{command} ended with exit code {code}: {said}")
 
 

@@ -119,10 +119,11 @@ def run(context: Context) -> None:
     """Measures the levers of the row that the part is named after."""
     row = ROWS[context.part].tiny() if context.tiny else ROWS[context.part]
     for lever in row.levers:
-        context.item(lever, lambda lever=lever: _measured(context, row, lever))  # type: ignore[misc]
+        context.item(lever, lambda lever=lever: measured(context, row, lever))  # type: ignore[misc]
 
 
-def _measured(context: Context, row: LeverRow, lever: str) -> dict[str, Any]:
+def measured(context: Context, row: LeverRow, lever: str) -> dict[str, Any]:
+    """Returns the figures of one lever, from a process of its own."""
     folder = context.fresh_folder(f"{context.part}_{lever}")
     config = context.write_config(f"{folder.name}_config", row.config(folder))
     row_options = [str(row.document_length), *context.overrides, *LEVERS[lever]]

@@ -22,17 +22,7 @@ if TYPE_CHECKING:
     from benchmarks.gpu_day.context import Context
 
 NO_GPU = 3  # exit code
-PACKAGES = (
-    "torch",
-    "triton",
-    "deepspeed",
-    "transformers",
-    "tokenizers",
-    "safetensors",
-    "numpy",
-    "pydantic",
-    "datasets",
-)
+PACKAGES = ["torch", "triton", "deepspeed", "transformers", "tokenizers", "safetensors", "numpy", "pydantic"]
 PRODUCT_SIZES = {"cuda": 8192, "cpu": 512}
 COPY_BYTES = {"cuda": 4 << 30, "cpu": 64 << 20}  # many times the largest cache
 REPETITIONS = {"cuda": 20, "cpu": 3}

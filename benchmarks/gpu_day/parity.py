@@ -43,7 +43,7 @@ def formats(context: Context) -> None:
     chosen = ("bf16",) if context.tiny else ("bf16", "fp16") if context.device == "cuda" else ("bf16",)
     layouts = "tp=1;recompute=full" if context.tiny else LAYOUTS
     _side_by_side(
-        context, {f"llama in fp32 and {dtype}": _verification(context, "llama", dtype, layouts) for dtype in chosen}
+        context, {f"llama in fp32 and {dtype}": verification(context, "llama", dtype, layouts) for dtype in chosen}
     )
 
 
@@ -52,7 +52,7 @@ def families(context: Context) -> None:
     from models.families import FAMILIES
 
     chosen = OF_TINY if context.tiny else tuple(sorted(FAMILIES))
-    _side_by_side(context, {name: _verification(context, name, "bf16", "tp=1;recompute=full") for name in chosen})
+    _side_by_side(context, {name: verification(context, name, "bf16", "tp=1;recompute=full") for name in chosen})
 
 
 def _side_by_side(context: Context, items: dict[str, Callable[[], Facts]]) -> None:
@@ -62,7 +62,9 @@ def _side_by_side(context: Context, items: dict[str, Callable[[], Facts]]) -> No
         list(pool.map(lambda named: context.item(*named), items.items()))
 
 
-def _verification(context: Context, family: str, dtype: str, layouts: str) -> Callable[[], Facts]:
+def verification(context: Context, family: str, dtype: str, layouts: str, sequence: int = 64) -> Callable[[], Facts]:
+    """Returns what verifies a family on sequences of that length, which verify cuts to 96."""
+
     def verify() -> Facts:
         folder = context.work / f"verify_{family}_{dtype}"
         _write_hub_config(family, folder)
@@ -74,7 +76,7 @@ def _verification(context: Context, family: str, dtype: str, layouts: str) -> Ca
                 "precision": {"dtype": dtype},
                 "training": {
                     **{"initialize_from": str(folder), "global_batch_size": 12, "micro_batch_size": 12},
-                    **{"sequence_length": 64, "steps": 3},
+                    **{"sequence_length": sequence, "steps": 3},
                 },
             },
         )
@@ -88,23 +90,11 @@ def _verification(context: Context, family: str, dtype: str, layouts: str) -> Ca
 def verdict(told: Facts) -> Facts:
     """Summarises the output of `megalite verify --json`."""
     rows = [
-        {
-            "layout": row["layout"],
-            "dtype": row["dtype"],
-            "passed": row["passed"],
-            "seconds": row["seconds"],
-            "worst": row["worst"],
-            "problem": row["crash"] or "; ".join([*row["disagreements"][:3], *map(_failure, row["failures"][:3])]),
-        }
+        {name: row[name] for name in ("layout", "dtype", "passed", "seconds", "worst")}
+        | {"problem": row["crash"] or "; ".join([*row["disagreements"][:3], *map(_failure, row["failures"][:3])])}
         for row in told["layouts"]
     ]
-    return {
-        "passed": told["passed"],
-        "device": told["device"],
-        "changes": told["changes"],
-        "rows": rows,
-        "diagnoses": told["diagnoses"],
-    }
+    return {"rows": rows} | {name: told[name] for name in ("passed", "device", "changes", "diagnoses")}
 
 
 def _failure(finding: Facts) -> str:

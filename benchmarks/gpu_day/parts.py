@@ -28,6 +28,9 @@ class Part:
 
 
 PARTS: tuple[Part, ...] = (
+    Part("checklist-kernels", "kernels and host syncs of a step, verify on two lengths", "checklist:kernels"),
+    Part("checklist-trainings", "compiled as eager, the same twice, killed and resumed, text", "checklist:trainings"),
+    Part("checklist-options", "documents, fp16, float8, Muon and offload beside eager bf16", "checklist:options"),
     Part("environment", "what the machine is; products and copies at best", "machine:run", 120, needs_packages=False),
     Part("parity", "megalite verify on one rank: fp32, bf16, fp16, recomputation", "parity:formats"),
     Part("train-1b", "30 steps of a Llama 1B: tokens/s, MFU, memory, kernels, waits", "training:run"),

@@ -1,9 +1,7 @@
 """One training step under torch's profiler: kernels, launches, waits of the host, idle time of the GPU.
 
-`python -m benchmarks.gpu_day.profile_step CONFIG.yaml DEVICE` builds the engine of a run of one rank, trains a few
-steps to warm up, and prints what one more step does as JSON. The counts come from the trace that the profiler exports,
-whose categories are the same for all versions of torch. Without a GPU the operators are counted that would wait for
-one.
+The counts come from the trace that the profiler exports, whose categories are the same for all versions of torch.
+Without a GPU the operators are counted that would wait for one.
 """
 
 from __future__ import annotations
@@ -163,27 +161,3 @@ def set_environment(device: str) -> None:
     if device == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-
-
-def main() -> int:
-    """The command."""
-    path, device = Path(sys.argv[1]), sys.argv[2]
-    set_environment(device)
-    from megalite.config import Config
-
-    values = json.loads(path.read_text())
-    step = step_of(Config.model_validate(values), device)
-    warm_up(step)
-    found = profile(step, device)
-    if device == "cuda":
-        import torch
-
-        found["memory_peak_mib"] = torch.cuda.max_memory_allocated() / 2**20
-    training = values["training"]
-    found["micro_batches"] = training["global_batch_size"] // training["micro_batch_size"]
-    print("\n" + json.dumps(found), flush=True)
-    os._exit(0)  # nothing is left to do, and process groups take their time
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -80,9 +80,9 @@ def generation(context: Context) -> None:
     """The part `generate`."""
     if not _has_checkpoint(context.work / RUN):
         _trained(context, STEPS, fresh=True)
-    context.item("short prompt", lambda: _generated(context, PROMPT))
+    context.item("short prompt", lambda: generated(context, context.work / RUN, PROMPT))
     if not context.tiny:
-        context.item("long prompt", lambda: _generated(context, PROMPT * LONG))
+        context.item("long prompt", lambda: generated(context, context.work / RUN, PROMPT * LONG))
     shutil.rmtree(context.work / RUN, ignore_errors=True)  # some 15 GB for each checkpoint of the 1B
 
 
@@ -90,9 +90,10 @@ def _has_checkpoint(folder: Path) -> bool:
     return bool(_saved_steps(folder))
 
 
-def _generated(context: Context, prompt: str) -> Facts:
+def generated(context: Context, run: Path, prompt: str) -> Facts:
+    """Tokens/s of a run of the 1B shape."""
     new = NEW_TOKENS[context.tiny]
-    words = ["generate", str(context.work / RUN), "-p", prompt, "--max-new-tokens", str(new)]
+    words = ["generate", str(run), "-p", prompt, "--max-new-tokens", str(new)]
     device = ["--device", context.device, "--dtype", "bf16", "--json"]
     told = context.json_of("-m", "launch", *words, *device)["generations"][0]
     names = ("prompt_tokens", "new_tokens", "stopped_by", "prompt_s", "seconds", "tokens_per_second")

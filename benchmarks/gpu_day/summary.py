@@ -91,7 +91,7 @@ def _parity(items: dict[str, Facts]) -> Lines:
 
 
 def _training(items: dict[str, Facts]) -> Lines:
-    run, profile = items.get("training", {}), items.get("one step profiled", {})
+    run = items.get("training", {})
     rows: list[list[Any]] = []
     if "tokens_per_second" in run:
         steps = f"median of {run['steps'] - run['warm_up_steps_left_out']} steps after {run['warm_up_steps_left_out']}"
@@ -110,25 +110,7 @@ def _training(items: dict[str, Facts]) -> Lines:
             ["loss, first and last", f"{shown(run['first_loss'])}, {shown(run['last_loss'])}"],
         ]
     rows += [["problem", _one_line(item["problem"])] for item in items.values() if "problem" in item]
-    lines = _table(("", ""), rows)
-    return lines + (_profile(profile) if "wall_ms" in profile else [])
-
-
-def _profile(found: Facts) -> Lines:
-    said = [["micro-batches in the profiled step", found["micro_batches"]], ["step, ms", found["wall_ms"]]]
-    if "kernels" in found:
-        said += [
-            ["kernels", found["kernels"]],
-            ["host syncs", _counted(found["host_syncs"])],
-            ["copies", _counted(found["copies"])],
-            ["GPU idle", _part(found["idle"])],
-        ]
-    said += [["operators", found["operators"]], ["of them wait for a GPU", _counted(found["waiting_operators"])]]
-    lines = ["", "Under the profiler, which slows it down:", "", *_table(("", ""), said)]
-    if found.get("longest_kernels"):
-        rows = [[one["kernel"], one["calls"], one["ms"], _part(one["part"])] for one in found["longest_kernels"]]
-        lines += ["", *_table(("kernel", "calls", "ms", "part of the step"), rows)]
-    return lines
+    return _table(("", ""), rows)
 
 
 def _levers(items: dict[str, Facts]) -> Lines:
@@ -179,11 +161,6 @@ def shown(value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, float):
         return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{DIGITS}g}"
-
-
-def _counted(counts: Facts) -> str:
-    told = ", ".join(f"{name} {count}" for name, count in counts.items())
-    return f"{sum(counts.values())} ({told})" if counts else "0"
 
 
 def _part(value: float | None) -> str:

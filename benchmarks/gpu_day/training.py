@@ -1,14 +1,10 @@
-"""The parts that train: 30 steps of a shape as a user would, and a few more under the profiler.
-
-Timing and profiling are two processes: who is profiled is slower.
-"""
+"""The parts that train: 30 steps of a shape as a user would."""
 
 from __future__ import annotations
 
 import json
 import statistics
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.gpu_day import shapes
@@ -18,9 +14,6 @@ if TYPE_CHECKING:
     from benchmarks.gpu_day.shapes import Shape
 
 Facts = dict[str, Any]
-PROFILED_MICRO_BATCHES = 2  # of a profiled step: enough to tell what each costs, and a trace that can be read
-
-
 SHAPES = {  # by the name of their part
     "train-1b": shapes.LLAMA_1B,
     "train-3b": shapes.LLAMA_3B,
@@ -32,7 +25,6 @@ def run(context: Context) -> None:
     """Trains the shape that the part is named after."""
     shape = shapes.tiny(SHAPES[context.part]) if context.tiny else SHAPES[context.part]
     context.item("training", lambda: timed_run(context, shape))
-    context.item("one step profiled", lambda: profiled(context, shape))
 
 
 def timed_run(context: Context, shape: Shape) -> Facts:
@@ -91,15 +83,3 @@ def measurement(shape: Shape, config: Mapping[str, Any], records: Sequence[Facts
     predicted = max((stage["peak_mib"] for stage in prediction.get("memory") or []), default=None)
     error = predicted / measured - 1 if predicted else None
     return found | {"memory_peak_mib": measured, "predicted_memory_peak_mib": predicted, "memory_error": error}
-
-
-def profiled(context: Context, shape: Shape) -> Facts:
-    """Counts in another process what one step launches and waits for."""
-    folder: Path = context.fresh_folder(f"profile_{shape.name}")
-    values = shape.config(folder, Path("unused"))
-    config = context.write_config(f"{folder.name}_config", values)
-    if context.overrides:
-        values = context.json_of("-m", "launch", "config", "show", config, *context.overrides, "--json")
-    values["training"]["global_batch_size"] = PROFILED_MICRO_BATCHES * values["training"]["micro_batch_size"]
-    config = context.write_config(f"{folder.name}_config", values)
-    return context.json_of("-m", "benchmarks.gpu_day.profile_step", config, context.device)

@@ -52,13 +52,26 @@ def run_to_the_end(main: Callable[[], int]) -> NoReturn:
     except Exception:
         print_exception(*sys.exc_info())
         witness.end()  # which has been told why
-    for step in (threading._shutdown, atexit._run_exitfuncs, _flush):  # type: ignore[attr-defined]
+    for step in (threading._shutdown, _end_compile_workers, atexit._run_exitfuncs, _flush):  # type: ignore[attr-defined]
         try:
             step()
         except (Exception, KeyboardInterrupt):
             print_exception(*sys.exc_info())
             code = code or (LOST_OUTPUT_CODE if step is _flush else 0)
     os._exit(code)
+
+
+def _end_compile_workers() -> None:
+    """Kills the processes in which torch compiles, which it would ask to end and then wait for, up to 300 s.
+
+    If they have only just started, as where a short run finds all its code in the cache, they do not end under Python
+    3.12: it starts no thread in an interpreter that ends, and torch's needs one (torch/_inductor/compile_worker).
+    """
+    compiler = sys.modules.get("torch._inductor.async_compile")
+    for pool in () if compiler is None else compiler._pool_set:
+        pool.running = False  # its threads neither wait for it nor warn that it is gone
+        for process in (*psutil.Process(pool.process.pid).children(recursive=True), pool.process):
+            process.kill()
 
 
 def _flush() -> None:

@@ -158,13 +158,13 @@ def _fill(
             continue
         stored = torch.empty(loaded.shape)  # `loaded` is of another format where the parameter is frozen
         reader.fill(stored, piece.name, piece.source)
-        largest, where = float(stored.flatten()[stored.abs().argmax()]), f"{reader.folder}: {piece.name} holds"
-        if math.isfinite(largest):
-            limit = torch.finfo(dtype).max
+        largest, limit = float(stored.flatten()[stored.abs().argmax()]), torch.finfo(dtype).max
+        where = f"{reader.folder}: {piece.name} holds"
+        if limit < abs(largest) < math.inf:
             raise CheckpointError(
                 f"{where} {largest:g}, and fp16 ends at {limit:g}: set precision.dtype to bf16 or fp32"
             )
-        if weights_only:
+        if weights_only and not math.isfinite(largest):
             raise CheckpointError(
                 f"{where} NaN or infinite numbers, from which no step can begin: give intact weights as "
                 "training.initialize_from"

@@ -2,7 +2,8 @@
 
 The sources in `stand_in/` define what torch and Triton call in a training step. All other functions that they ask for
 are made here: those of cuBLAS and libraries of its kind do nothing, as kernels do, and products of matrices count as
-launches; any other ends the process with its name, so that nothing is taken for done that is not.
+launches; CUPTI lets nobody profile, as in many containers; any other ends the process with its name, so that nothing is
+taken for done that is not.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ FOLDER = Path(__file__).parents[2] / "build" / "stand_in"
 LIBRARIES = ("c10_cuda", "torch_cuda", "torch_python", "torch_cuda_linalg", "torch", "torch_cpu", "torch_nvshmem")
 OF_CUDA = re.compile(r"(__cuda|cuda|cublas|cusparse|cusolver|curand|cufft|cudnn|nccl|cupti|nvtx|nvrtc)[A-Z_a-z]\w*")
 QUIET = re.compile(r"(cublas|cusparse|cusolver|curand|cufft|nvtx)")
+DENIED = 35  # CUPTI_ERROR_INSUFFICIENT_PRIVILEGES
 PRODUCT = re.compile(r"cublas([SDCZ]?gemm|Gemm|[SDCZ]gemv|DotEx|[SDCZ]dot)")
 OF_DRIVER = re.compile(r"\b(cu[A-Z][a-z]\w+)\(")
 OWN = re.compile(r"^EXPORTED (?:ASKED\()?[\w *]+?\**(\w+)\(", re.MULTILINE)
@@ -52,6 +54,8 @@ def _rest(sources: str) -> str:
             body = "(void **handle) { enqueue_product(handle); return 0; }"
         elif QUIET.match(name):
             body = "(void) { return 0; }"
+        elif name.startswith("cupti"):
+            body = f"(void) {{ return {DENIED}; }}"
         else:
             body = f'(void) {{ give_up("{name} is called, which is not stood in for"); }}'
         lines.append(f"EXPORTED int {name}{body}")

@@ -278,7 +278,7 @@ def test_the_environment_may_ask_for_a_gpu_that_is_not_there(
     monkeypatch.setenv("DS_ACCELERATOR", "cuda")
     for arguments in (["train"], ["train", "--dry-run"]):
         code, _, err = command([*arguments, str(path)], monkeypatch, capfd)
-        assert code == 2 and err.startswith("megalite: error: DS_ACCELERATOR is cuda, and there is no GPU here"), err
+        assert code == 2 and "megalite: error: DS_ACCELERATOR is cuda, and there is no GPU here" in err, err
 
 
 def test_a_known_bad_combination_is_one_sentence_too(
