@@ -25,11 +25,12 @@ from typing import Any
 from benchmarks import harness
 from launch.parity.forked_ranks import run_ranks, warm_up
 from megalite.config import resolve_layout
+from megalite.config.rules.pipeline import FEWEST_CHUNKS, SPLITS_BACKWARD
 from megalite.parallel.mesh import Mesh
 from megalite.schedules.passes import PassKind
 from megalite.schedules.program import Program
 from megalite.schedules.simulation import PipelineTimes, Timeline, simulate_schedule
-from megalite.schedules.tables import Schedule, chunks_needed, splits_backward
+from megalite.schedules.tables import Schedule
 from megalite.tracing.activity import Activity, Operation
 
 RESULTS = harness.RESULTS / "pipeline_bubble.md"
@@ -61,8 +62,8 @@ class SleepingActivity(Activity):
     """Records of a rank whose every pass begins with a sleep."""
 
     def __init__(self, mesh: Mesh, rank: int, schedule: Schedule) -> None:
-        chunk_s = PART_S / chunks_needed(schedule)
-        backward_s = chunk_s if splits_backward(schedule) else 2 * chunk_s
+        chunk_s = PART_S / FEWEST_CHUNKS[schedule.value]
+        backward_s = chunk_s if schedule in SPLITS_BACKWARD else 2 * chunk_s
         self._sleeps = {Operation.FORWARD: chunk_s, Operation.BACKWARD: backward_s, Operation.WEIGHT_GRADIENT: chunk_s}
         self.times: list[tuple[Operation, float]] = []
         super().__init__(mesh, rank)
@@ -114,7 +115,7 @@ def _steps(rank: int, schedule: Schedule, count: int, peaks: list[int]) -> list[
     activity = SleepingActivity(Mesh.of(layout), rank, schedule)
     engine = build_engine(decoder_layers(config.model), config, layout, activity)
     draw = np.random.default_rng(0)
-    last = Operation.WEIGHT_GRADIENT if splits_backward(schedule) else Operation.BACKWARD
+    last = Operation.WEIGHT_GRADIENT if schedule in SPLITS_BACKWARD else Operation.BACKWARD
     steps = []
     for _ in range(count):
         batches = harness.random_batches(draw, config.model.vocab_size, (MICRO_BATCHES, 1, SEQUENCE))
@@ -138,7 +139,7 @@ def peak(events: Iterable[tuple[bool, bool]]) -> int:
 def simulated(schedule: Schedule) -> Timeline:
     """Returns the table's step, with free messages."""
     times = PipelineTimes([PART_S] * STAGES, [2 * PART_S] * STAGES)
-    return simulate_schedule(schedule, times, MICRO_BATCHES, chunks_needed(schedule))
+    return simulate_schedule(schedule, times, MICRO_BATCHES, FEWEST_CHUNKS[schedule.value])
 
 
 def peak_alive(timeline: Timeline) -> list[int]:

@@ -39,11 +39,7 @@ def numbers_of(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
 
 
-@lru_cache(maxsize=2)  # keyed by the identity of the tensor
-@torch.inference_mode(False)
-def added_to_scores(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Caches `numbers_of` a `causal_mask`."""
-    return numbers_of(mask, dtype)
+added_to_scores = lru_cache(maxsize=2)(torch.inference_mode(False)(numbers_of))  # by the identity of a `causal_mask`
 
 
 def count_documents(positions: Tensor) -> Tensor:

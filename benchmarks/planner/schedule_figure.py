@@ -12,9 +12,10 @@ from pathlib import Path
 from xml.etree.ElementTree import Element, indent, tostring
 
 from launch.pages.svg import AxisScale, Child, bar, element, label, slug
+from megalite.config.rules.pipeline import FEWEST_CHUNKS
 from megalite.schedules.passes import PassKind
 from megalite.schedules.simulation import PipelineTimes, ScheduledPass, Timeline, simulate_schedule
-from megalite.schedules.tables import Schedule, chunks_needed
+from megalite.schedules.tables import Schedule
 from megalite.units import percent
 
 FIGURE = Path(__file__).parents[2] / "docs" / "images" / "pipeline_schedules.svg"
@@ -34,14 +35,9 @@ text { font: 12px system-ui, sans-serif; fill: #1c2733; } .heading { font-weight
 """
 
 
-def timelines() -> list[Timeline]:
-    """Simulates every schedule."""
-    return [simulate_schedule(each, TIMES, MICRO_BATCHES, chunks_needed(each)) for each in Schedule]
-
-
 def figure() -> str:
     """Returns the figure as the text of an SVG file."""
-    drawn = timelines()
+    drawn = [simulate_schedule(each, TIMES, MICRO_BATCHES, FEWEST_CHUNKS[each.value]) for each in Schedule]
     height = TOP + PANEL * len(drawn) + 12
     scale = AxisScale(0.0, max(timeline.makespan_s for timeline in drawn), LEFT, WIDTH - 8)
     panels = [_panel(timeline, TOP + PANEL * index, scale) for index, timeline in enumerate(drawn)]

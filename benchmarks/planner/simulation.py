@@ -14,11 +14,12 @@ from functools import cache
 from statistics import fmean
 
 from benchmarks.planner.published import read
+from megalite.config.rules.pipeline import FEWEST_CHUNKS
 from megalite.planner.cost.checkpoints import Save, best_interval_s, expected_ettr, time_shares
 from megalite.planner.failure_rates import rate_of_count
 from megalite.planner.reliability.run_simulation import DAY_S, HOUR_S, SimulatedJob, expected_slowdown, simulate
 from megalite.schedules.simulation import PipelineTimes, bubble_closed_form, simulate_schedule
-from megalite.schedules.tables import Schedule, chunks_needed
+from megalite.schedules.tables import Schedule
 
 FAILURES = 4000  # of each simulated run that a closed form is held against
 MANY_FAILURES = 20_000  # where intervals are as long as the time between failures: enough for 0.1 points
@@ -274,7 +275,7 @@ def stragglers() -> Iterator[Check]:
 def schedules() -> Iterator[Check]:
     sources = {Schedule.ZERO_BUBBLE: "Qi 2023", Schedule.ZB_V: "Qi 2023", Schedule.DUALPIPE_V: "as long as ZB-V's"}
     for schedule in Schedule:
-        chunks = 4 if schedule is Schedule.INTERLEAVED else chunks_needed(schedule)
+        chunks = 4 if schedule is Schedule.INTERLEAVED else FEWEST_CHUNKS[schedule.value]
         form = bubble_closed_form(schedule, 8, 64, chunks)
         ours = simulate_schedule(schedule, equal_stages(8, 1.0, 2.0), 64, chunks).bubble_fraction
         name = f"bubble of {schedule}, 8 stages, 64 micro-batches, {chunks} chunk{'s' * (chunks > 1)}"

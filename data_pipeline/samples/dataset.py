@@ -222,7 +222,7 @@ class PackedSamples(CorpusSamples):
         pieces = self._pieces(k)
         loss = self._loss(pieces)
         if loss is None:
-            return self.sequence_length - sum(piece.start_count for piece in pieces)
+            return self.sequence_length - sum(piece.starts.size for piece in pieces)
         loss[_starts(pieces)] = False
         return int(np.count_nonzero(loss[1:]))
 

@@ -53,11 +53,6 @@ class StreamPiece(NamedTuple):
         """The places where documents begin, counted from where the stretch asked for begins, which is left out."""
         return np.frombuffer(self.begins, dtype=np.int64) - self.origin
 
-    @property
-    def start_count(self) -> int:
-        """The number of `starts`."""
-        return len(self.begins) // 8
-
 
 class TokenStream:
     """The tokens of all documents of a split, in the order of corpora and documents."""

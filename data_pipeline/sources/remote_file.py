@@ -25,6 +25,7 @@ _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "http": "http", "
 _OF_ONE_HOST = ("ftp", "sftp", "ssh", "smb")  # for which fsspec wants the host, and its password, apart from the URL
 _HADOOP = ("hdfs", "arrow_hdfs")
 _WEB = ("http", "https")
+OF_WEB = ("http://", "https://")  # a file that a web server has, and no object store or hub
 _MARKS = ("ETag", "etag", "blob_id", "md5Hash", "content_md5", "Content-MD5", "crc32c", "generation")
 _TIMES = ("LastModified", "Last-Modified", "last_modified", "mtime", "updated", "modified")
 _NO_ACCESS = re.compile("Credential|PermissionError|ProfileNotFound|SSOToken|TokenRetrieval|RefreshError|GatedRepo")
@@ -47,11 +48,6 @@ class RemoteFile:
     @property
     def suffix(self) -> str:
         return PurePosixPath(self.url).suffix
-
-    @property
-    def is_of_web(self) -> bool:
-        """True if a web server has the file, and no object store or hub."""
-        return self.url.startswith(("http://", "https://"))
 
     def __str__(self) -> str:
         return self.url
@@ -231,7 +227,7 @@ class _RemoteStream(io.RawIOBase):
                 self._check_version()
             self._was_checked = False
             # one plain request reads a web server's file from its beginning: many know no ranges
-            self._is_plain = self._file.is_of_web and not self._place
+            self._is_plain = self._file.url.startswith(OF_WEB) and not self._place
             ahead = {"block_size": self._ahead(count), "cache_type": "readahead"}
             blocks = {"block_size": 0} if self._is_plain else ahead
             self._stream, self._stream_place = self._system.open(self._path, "rb", **blocks), 0

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from data_pipeline.sources.compressed import is_compressed
-from data_pipeline.sources.remote_file import Place, RemoteFile, size_of
+from data_pipeline.sources.remote_file import OF_WEB, Place, RemoteFile, size_of
 
 _TIMES_COMPRESSED = 4  # a text is about so much longer than its compressed file
 _SHORTEST_REMOTE = 1 << 22  # bytes: each stretch of a remote file costs two requests or more
@@ -34,7 +34,7 @@ def byte_stretches(place: Place, size_bytes: int) -> list[Stretch]:
     A file of a web server, which may know no ranges, is one stretch.
     """
     size = size_of(place)
-    if size is None or (isinstance(place, RemoteFile) and place.is_of_web):
+    if size is None or (isinstance(place, RemoteFile) and place.url.startswith(OF_WEB)):
         return whole_file(place)
     if isinstance(place, RemoteFile):
         size_bytes = max(size_bytes, _SHORTEST_REMOTE)

@@ -95,8 +95,9 @@ def fit_layout(
     if the layout does not fit.
     """
     from launch.prediction.auto_layout import layout_or_likely
+    from megalite.config.auto import PIPELINE
     from megalite.config.rules.known_bad import check_known_bad, installed_versions
-    from megalite.planner.search import PIPELINE, TENSOR, Ranks
+    from megalite.planner.search import TENSOR, Ranks
 
     give_option = "" if ranks_option is None else f"give {ranks_option}, or "
     per_node = gpus_per_node or cpu_ranks_per_node

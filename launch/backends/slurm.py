@@ -103,8 +103,8 @@ def _directives(job: SlurmJob) -> list[str]:
         "gpus-per-node": None if given & GPU_OPTIONS else job.gpus_per_node,
         "cpus-per-task": None if job.cpus_per_task is None else str(job.cpus_per_task),
         **job.requests,
-        "chdir": _escaped(job.directory),
-        "output": f"{_escaped(job.run_dir)}/{LOG}",
+        "chdir": str(job.directory).replace("%", "%%"),  # Slurm replaces %j and the like in file names
+        "output": f"{job.run_dir}/".replace("%", "%%") + LOG,
         "open-mode": "append",
         "signal": f"USR1@{job.signal_before_s}",
     }
@@ -118,8 +118,3 @@ def _directive(name: str, value: str | None) -> str:
     if not PLAIN.fullmatch(value):
         value = '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'
     return f"#SBATCH --{name}={value}"
-
-
-def _escaped(path: Path) -> str:
-    """Escapes % for file names, in which Slurm replaces %j and the like."""
-    return str(path).replace("%", "%%")

@@ -13,6 +13,7 @@ from typing import Any
 from megalite.checkpoint.manifest import Manifest, printable
 from megalite.checkpoint.remote.storage import Listed
 
+HOLDS = ("weights only", "full")  # weights to start from; all that a run needs to go on
 LAYOUT = {
     "tensor_parallel_size": "tp",
     "pipeline_parallel_size": "pp",
@@ -47,7 +48,7 @@ def summarize_folder(listed: Listed, latest: str | None, now: datetime) -> dict[
         "age_s": age_seconds(manifest, now) if manifest else None,
         "layout": layout_text(manifest) if manifest else None,
         "evaluation_loss": manifest.evaluation_loss if manifest else None,
-        "holds": _holds(manifest) if manifest else None,
+        "holds": HOLDS[bool(manifest.state)] if manifest else None,
     }
 
 
@@ -57,7 +58,7 @@ def summarize_checkpoint(manifest: Manifest) -> dict[str, Any]:
         "step": manifest.step,
         "written": manifest.written,  # ISO 8601 with offset; empty where unknown
         "layout": layout_text(manifest),
-        "holds": _holds(manifest),
+        "holds": HOLDS[bool(manifest.state)],
         "evaluation_loss": manifest.evaluation_loss,
         "tensors": len(manifest.tensors),
         "parameters": sum(map(prod, manifest.tensors.values())),  # tied ones count once
@@ -87,11 +88,6 @@ def sizes_text(layout: Mapping[str, Any], dtype: str | None) -> str:
     """Returns the sizes of a layout, by the names that manifests and receipts have, with the number format."""
     sizes = [f"{short}{layout[name]}" for name, short in LAYOUT.items() if name in layout]
     return printable(" ".join([*(sizes or ["one process"]), *([str(dtype)] if dtype else [])]))
-
-
-def _holds(manifest: Manifest) -> str:
-    """Returns "full" if a run can resume from it, "weights only" if it holds only weights to start from."""
-    return "full" if manifest.state else "weights only"
 
 
 def age_seconds(manifest: Manifest, now: datetime) -> float | None:

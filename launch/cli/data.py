@@ -43,9 +43,9 @@ def plan_data(config_path: ConfigPath, overrides: Overrides = None, as_json: AsJ
     Example: `megalite data plan configs/quickstart.yaml training.steps=1000`
     """
     from launch.inspection.data_plan import data_of, plan_table, planned_sources
-    from launch.prediction.batch_stage_text import format_stage, stage_facts
     from launch.trainer.data.run_mix import check_epochs, notices_of
     from launch.trainer.start.resume import checkpoints_of
+    from megalite.config.batch_stage_text import format_stage, stage_facts
 
     config = load_run_config(config_path, overrides or [])
     data = data_of(config, checkpoints_of(config))

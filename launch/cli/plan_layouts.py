@@ -32,13 +32,13 @@ from launch.planning.tables.layouts import (
     rows_of,
     search_as_json,
 )
-from launch.prediction.batch_stage_text import format_stage, stage_facts
 from launch.prediction.cluster import cluster_at, here, search_here
 from launch.runtime.logs import get_logger
 from launch.runtime.printing import say
 from launch.trainer.start.run_config import load_run_config
 from megalite.config import Config, ConfigError, resolve_layout, wanted_world_size
-from megalite.config.auto import PLACEHOLDERS
+from megalite.config.auto import PLACEHOLDERS, SCHEDULE
+from megalite.config.batch_stage_text import format_stage, stage_facts
 from megalite.config.known_models import origin, run_of
 from megalite.config.loading.load import stated_values
 from megalite.config.suggestions import dotted
@@ -47,7 +47,8 @@ from megalite.planner.explanation import caveats, explain, why_nothing_fits
 from megalite.planner.forecast import forecast_of
 from megalite.planner.hardware import Cluster, is_guess
 from megalite.planner.longest_context import ContextLength, context_lengths
-from megalite.planner.search import DATA, MICRO_BATCH, SCHEDULE, SearchResult, judged, search
+from megalite.planner.open_options import choose_open
+from megalite.planner.search import DATA, MICRO_BATCH, SearchResult, judged, search
 from megalite.units import plural
 
 log = get_logger(__name__)
@@ -83,8 +84,8 @@ def layouts(options: LayoutOptions) -> None:
     """Predict which layouts of a config fit, how fast each is and why, and how long the run takes. Starts nothing.
 
     Plans for this machine unless --cluster, --hostfile or --gpus is given. Layout options that are given as overrides
-    are kept, and so are those that a config with `parallel: auto` states; all others are chosen. The pipeline schedule
-    is never chosen: layouts are ranked under the one that the config states, else under 1f1b.
+    are kept, and so are those that a config with `parallel: auto` states; all others are chosen. A pipeline schedule
+    that the config states is kept, and layouts that cannot have it are dropped.
 
     Example: `megalite plan configs/quickstart.yaml --accelerator H100 --gpus 16 --write best.yaml`
     """
@@ -234,6 +235,7 @@ def _as_written(config: Config, cluster: Cluster | None) -> LayoutRow:
     there = here(count) if cluster is None else cluster
     if gpus is not None and count > gpus:
         raise ConfigError(f"it needs {count} processes, and there are {gpus} accelerators")
+    config = config.with_resolved(choose_open(config, there)[0])
     layout = resolve_layout(config, count, there.accelerator.device)
     return row_of(judged(config, layout, there), there, None)
 

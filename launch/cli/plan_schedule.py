@@ -13,8 +13,9 @@ from launch.errors import LaunchError
 from launch.output import Table, print_csv, print_json
 from launch.runtime.printing import say
 from megalite.config import ConfigError
+from megalite.config.rules.pipeline import FEWEST_CHUNKS, SPLITS_BACKWARD
 from megalite.schedules.simulation import PipelineTimes, Timeline, bubble_closed_form, simulate_schedule
-from megalite.schedules.tables import Schedule, chunks_needed, splits_backward
+from megalite.schedules.tables import Schedule
 
 WIDTH = 100
 MOST_TASKS = 2_000_000  # take a few seconds
@@ -50,11 +51,11 @@ def schedule(options: ScheduleOptions) -> None:
     """
     check_one_format(as_json=options.as_json, as_csv=options.as_csv)
     which, chunks, weight_gradient_ms = options.which, options.chunks, options.weight_gradient_ms
-    pieces = chunks_needed(Schedule.INTERLEAVED) if chunks is None else chunks
+    pieces = FEWEST_CHUNKS[Schedule.INTERLEAVED.value] if chunks is None else chunks
     if chunks is not None and which not in ("interleaved", "all"):
         raise LaunchError(f"--chunks {chunks} is for interleaving: leave it out, or add --schedule interleaved")
     asked = list(Schedule) if which == "all" else [Schedule(which)]
-    if weight_gradient_ms is not None and not any(map(splits_backward, asked)):
+    if weight_gradient_ms is not None and not any(each in SPLITS_BACKWARD for each in asked):
         raise LaunchError(
             f"--weight-gradient-ms {weight_gradient_ms} is for schedules that split backward: leave it out, or add "
             "--schedule zero-bubble, zb-v or dualpipev"
@@ -95,7 +96,7 @@ def _simulate(
     for and does not go."""
     timelines, left_out = [], []
     for each in asked:
-        chunks = pieces if each is Schedule.INTERLEAVED else chunks_needed(each)
+        chunks = pieces if each is Schedule.INTERLEAVED else FEWEST_CHUNKS[each.value]
         try:
             timelines.append(simulate_schedule(each, times, micro_batches, chunks))
         except ConfigError as error:

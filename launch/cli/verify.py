@@ -49,9 +49,13 @@ def verify(
     from launch.parity import report as reports
     from launch.parity.verify import make_plan
     from launch.parity.verify import verify as run
+    from launch.trainer.start.checks import choose_layout
 
+    config = load_run_config(config_path, overrides or [])
+    if not config.unresolved_options:  # with the schedule that a run would have
+        config = choose_layout(config)[0]
     plan = make_plan(
-        load_run_config(config_path, overrides or []),
+        config,
         layouts=layouts,
         reference=reference,
         steps=steps,

@@ -15,14 +15,7 @@ from typing import Any, Self
 
 from launch.cluster.ssh.connection import HostConnection, HostError, Refused, in_parallel
 from launch.runtime.logs import get_logger
-from launch.runtime.processes import (
-    TICK_S,
-    ProcessTree,
-    StopAction,
-    StopRequest,
-    StopSignals,
-    decode_launcher_exit_code,
-)
+from launch.runtime.processes import TICK_S, ProcessTree, StopAction, StopRequest, StopSignals
 from launch.runtime.started_modules import REAPER, python_command
 from launch.supervision.liveness import STOPPED_S
 from launch.supervision.supervisor import AttemptEnd
@@ -257,4 +250,5 @@ def exit_code(code: int) -> int:
     """Converts a return code to 128 + n if signal n ended the command or a rank; ssh's own failure code stays."""
     if code < 0:
         return 128 - code
-    return code if code == SSH_FAILED else decode_launcher_exit_code(code)
+    # DeepSpeed's launcher exits with -n, which is 256 - n, where signal n ended a rank
+    return 384 - code if code > 256 - signal.NSIG and code != SSH_FAILED else code

@@ -19,13 +19,14 @@ from launch.output import Table
 from launch.planning.report.waterfall_figure import REMEDIES
 from megalite.checkpoint.manifest import printable
 from megalite.config import Config
-from megalite.config.rules.pipeline import PIPELINE, problems_with_pipeline
+from megalite.config.auto import PIPELINE, SCHEDULE
+from megalite.config.rules.pipeline import problems_with_pipeline
 from megalite.monitor.steps.message_pairs import whole_pipelines
 from megalite.monitor.steps.parts import PARTS
 from megalite.monitor.steps.pipeline_parts import PipelineParts, mean_parts, pipeline_parts, simulated_s
 from megalite.monitor.steps.predicted_parts import PartPair, beside_prediction
 from megalite.monitor.steps.timeline import Owner
-from megalite.planner.search import CHUNKS, SCHEDULE
+from megalite.planner.search import CHUNKS
 from megalite.schedules.tables import Schedule
 from megalite.units import digits, percent, plural, seconds
 

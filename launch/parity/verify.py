@@ -24,11 +24,10 @@ from launch.parity.problem import FP16_SCALE_POWER, Dtype, ParityProblem, Traini
 from launch.runtime.devices import Device, gpu_count
 from launch.runtime.local_ranks import rank_settings
 from megalite.config import Config, ConfigError, resolve_layout, wanted_world_size
-from megalite.config.auto import PLACEHOLDERS
+from megalite.config.auto import PIPELINE, PLACEHOLDERS
 from megalite.config.batch_stages import shapes_of
 from megalite.config.rules.float8 import check_float8_package
 from megalite.config.rules.known_bad import installed_versions, matching
-from megalite.config.rules.pipeline import PIPELINE
 from megalite.config.suggestions import OptionPath
 from megalite.units import plural
 from models.families import family

@@ -1,4 +1,4 @@
-"""`parallel: auto`: chooses the layout when a run starts, for the options of a config that are `auto`.
+"""Chooses the options of a config that are `auto` when a run starts: those of the layout, and those for a layout.
 
 One process chooses and sends the result to the others, so that all ranks have the same layout: `megalite train` and
 `megalite launch` before they start ranks, and rank 0 under any other launcher.
@@ -7,7 +7,7 @@ One process chooses and sends the result to the others, so that all ranks have t
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,14 +17,18 @@ from launch.prediction.cluster import cluster_of_nodes, search_here, shares
 from launch.prediction.device_facts import RankDevice, bytes_for_each, most_demanding_allocator, ranks_of_hosts
 from launch.prediction.hardware_catalogue import known_hardware
 from launch.prediction.this_machine import MeasurementLimits, describe_machine, gpu_in_catalogue, start_patience_s
-from launch.runtime.devices import Device
-from megalite.config import Config, ConfigError, ResolvedLayout, resolve_layout
+from launch.runtime.devices import Device, gpu_count
+from megalite.checkpoint.manifest import find_latest, read_manifest
+from megalite.config import Config, ConfigError, ResolvedLayout, resolve_layout, wanted_world_size
+from megalite.config.auto import PIPELINE, SCHEDULE
+from megalite.config.layout import unchecked_layout
 from megalite.config.rules.known_bad import check_known_bad, installed_versions
 from megalite.config.suggestions import OptionPath, dotted
 from megalite.planner.cost import memory
 from megalite.planner.explanation import main_parts, why_nothing_fits
 from megalite.planner.hardware import Cluster, is_guess
-from megalite.planner.search import PIPELINE, TENSOR, Check, Ranks, SearchResult, divisors, first_legal, search
+from megalite.planner.open_options import choose_open, without_choice
+from megalite.planner.search import TENSOR, Check, Ranks, SearchResult, divisors, first_legal, search
 from megalite.units import about, seconds
 
 DECIDED_LATER = "the layout is auto: rank 0 chooses it when the run starts, by the accelerators it finds"
@@ -43,17 +47,37 @@ class ChosenLayout:
         """The values as overrides for the command line of a rank."""
         return [f"{dotted(path)}={json.dumps(value)}" for path, value in self.options.items()]
 
+    def followed_by(
+        self, config: Config, machine: Callable[[], Cluster], allocator: memory.Device | None = None
+    ) -> ChosenLayout:
+        """Returns the choice with the options that `config`, which has it, leaves open. A schedule that its newest
+        checkpoint was trained with in the same layout is kept, and 1F1B taken where no accelerators are known."""
+        if not config.open_options:
+            return self
+        try:
+            cluster = machine()
+            check = known_good(cluster.accelerator.device)
+            former = _former_schedule(config, cluster.accelerators)
+            options, sentences = choose_open(config, cluster, check, allocator, former)
+        except (LaunchError, ConfigError) as error:
+            options, sentences = without_choice(config, error)
+        return ChosenLayout(self.options | options, "; ".join(filter(None, (self.sentence, *sentences))))
+
 
 def choose_here(config: Config, device: Device) -> ChosenLayout:
     """Chooses a layout for ranks on this machine. Raises LaunchError or ConfigError where nothing fits."""
-    return _best(config, search_here(config, config.unresolved_options, known_good(device)))
+    chosen = ChosenLayout({}, "")
+    if config.unresolved_options:
+        chosen = _best(config, search_here(config, config.unresolved_options, known_good(device)))
+        config = config.with_resolved(chosen.options)
+    count = wanted_world_size(config, gpu_count() if device == "cuda" else None) if config.open_options else 1
+    limits, on_cpu = MeasurementLimits(only_typical=True), device == "cpu"
+    return chosen.followed_by(config, lambda: describe_machine(count, on_cpu=on_cpu, limits=limits).cluster)
 
 
 def choose_on(config: Config, cluster: Cluster, allocator: memory.Device | None = None) -> ChosenLayout:
-    """Chooses a layout for one rank per accelerator of `cluster`. Raises as `choose_here`.
-
-    `allocator` is that of CPU ranks, by default the one that `megalite train` sets up.
-    """
+    """Chooses a layout for one rank per accelerator of `cluster`, with `allocator` as `needs` takes it. Raises as
+    `choose_here`."""
     check = known_good(cluster.accelerator.device)
     return _best(config, search(config, cluster, free=config.unresolved_options, check=check, allocator=allocator))
 
@@ -105,6 +129,7 @@ def format_sizes(config: Config, layout: ResolvedLayout) -> str:
     if config.unresolved_options:
         return "layout chosen at the start"
     schedule = f" ({layout.pipeline_schedule})" if layout.pipeline_schedule != "1f1b" else ""
+    schedule = " (schedule chosen at the start)" if SCHEDULE in config.open_options else schedule
     return (
         f"tensor {layout.tensor_parallel_size} x pipeline {layout.pipeline_parallel_size}{schedule} x data "
         f"{layout.data_parallel_size}"
@@ -112,10 +137,8 @@ def format_sizes(config: Config, layout: ResolvedLayout) -> str:
 
 
 def most_ranks(config: Config, slots: int, per_node: int, device: Device) -> int:
-    """The largest number of ranks, up to `slots`, that any layout of a config which is `auto` can use.
-
-    Raises ConfigError where there is none.
-    """
+    """The largest number of ranks, up to `slots`, that any layout of a config which is `auto` can use. Raises
+    ConfigError where there is none."""
     check = known_good(device)
     for count in _products(config, slots):
         with suppress(ConfigError):
@@ -143,18 +166,12 @@ def known_good(device: Device) -> Check:
 
 
 def _products(config: Config, slots: int) -> list[int]:
-    """The numbers of ranks up to `slots`, largest first, that the sizes of a layout may multiply to.
-
-    No size is larger than the dimension that it divides; whether a layout is legal is checked by the caller.
-    """
-    parallel, replicas = config.parallel, config.parallel.data_parallel_size
-    tensor = (
-        divisors(config.model.num_attention_heads)
-        if TENSOR in config.unresolved_options
-        else (parallel.tensor_parallel_size,)
-    )
-    stages = range(1, config.model.num_hidden_layers + 1)
-    pipeline = stages if PIPELINE in config.unresolved_options else (parallel.pipeline_parallel_size,)
+    """The numbers of ranks up to `slots`, largest first, that the sizes of a layout may multiply to, of which none is
+    larger than the dimension that it divides. The caller checks whether a layout is legal."""
+    parallel, replicas, free = config.parallel, config.parallel.data_parallel_size, config.unresolved_options
+    heads, stages = config.model.num_attention_heads, range(1, config.model.num_hidden_layers + 1)
+    tensor = divisors(heads) if TENSOR in free else (parallel.tensor_parallel_size,)
+    pipeline = stages if PIPELINE in free else (parallel.pipeline_parallel_size,)
     data = divisors(config.training.global_batch_size) if replicas == "auto" else (replicas,)
     return sorted({tp * pp * dp for tp in tensor for pp in pipeline for dp in data if tp * pp * dp <= slots})[::-1]
 
@@ -163,11 +180,29 @@ def _choose_for(config: Config, devices: Sequence[RankDevice]) -> ChosenLayout:
     """Chooses on rank 0 while the others wait: a CPU that is not known yet is measured within their timeout."""
     nodes, per_node = shares(list(ranks_of_hosts(devices).values()), len(devices))
     allocator = most_demanding_allocator(devices)
-    limits = MeasurementLimits(timeout_s=start_patience_s(config), allow_typical=True)
-    machine = describe_machine(per_node, on_cpu=allocator.kind == "cpu", nodes=nodes, limits=limits)
-    memory_gib = min(machine.cluster.accelerator.memory_gib, min(bytes_for_each(devices)) / 2**30)
-    chosen = choose_on(config, machine.cluster.with_figures(memory_gib=memory_gib), allocator)
-    return replace(chosen, sentence=f"{chosen.sentence} ({machine.rough})") if machine.rough else chosen
+
+    def described(limits: MeasurementLimits) -> tuple[Cluster, str]:
+        machine = describe_machine(per_node, on_cpu=allocator.kind == "cpu", nodes=nodes, limits=limits)
+        memory_gib = min(machine.cluster.accelerator.memory_gib, min(bytes_for_each(devices)) / 2**30)
+        return machine.cluster.with_figures(memory_gib=memory_gib), machine.rough
+
+    chosen = ChosenLayout({}, "")
+    if config.unresolved_options:
+        cluster, rough = described(MeasurementLimits(timeout_s=start_patience_s(config), allow_typical=True))
+        chosen = choose_on(config, cluster, allocator)
+        chosen = replace(chosen, sentence=f"{chosen.sentence} ({rough})") if rough else chosen
+        config = config.with_resolved(chosen.options)
+    return chosen.followed_by(config, lambda: described(MeasurementLimits(only_typical=True))[0], allocator)
+
+
+def _former_schedule(config: Config, ranks: int) -> str | None:
+    """Returns the schedule of a run's newest checkpoint, if the run goes on from it in the same layout."""
+    newest = find_latest(config.run_dir)[0] if config.checkpoint.resume else None
+    if newest is None:
+        return None
+    manifest, layout = read_manifest(newest), unchecked_layout(config, ranks)
+    is_same = all(getattr(layout, name, None) == size for name, size in manifest.layout.items())
+    return (manifest.config.get("parallel") or {}).get(SCHEDULE[1]) if is_same and manifest.layout else None
 
 
 def _best(config: Config, result: SearchResult) -> ChosenLayout:

@@ -12,9 +12,10 @@ from launch.prediction.this_machine import describe_machine
 from launch.runtime.devices import cpu_count, gpu_count
 from launch.runtime.hostfile import read_hostfile
 from megalite.config import Config
+from megalite.config.auto import PIPELINE
 from megalite.config.suggestions import OptionPath, multiples_near
 from megalite.planner.hardware import Cluster, ClusterFile, cluster_of, read_cluster
-from megalite.planner.search import PIPELINE, TENSOR, Check, SearchResult, search
+from megalite.planner.search import TENSOR, Check, SearchResult, search
 
 MOST_TRIED = 16  # numbers of ranks on a CPU up to which all are tried; above, only powers of two
 

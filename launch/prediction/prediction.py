@@ -116,8 +116,8 @@ class Prediction:
             "memory": [
                 {
                     "stage": one.stage,
-                    "peak_mib": _mib(one.total),
-                    "parts_mib": {k: _mib(v) for k, v in one.parts.items()},
+                    "peak_mib": round(one.total / 2**20, 3),
+                    "parts_mib": {k: round(v / 2**20, 3) for k, v in one.parts.items()},
                 }
                 for one in self.memory
             ],
@@ -215,7 +215,3 @@ def _expected(prediction: Prediction) -> str:
     assert prediction.step is not None
     time_s = prediction.step.seconds
     return f"roughly {about(time_s)}" if prediction.why_rough else seconds(time_s)
-
-
-def _mib(count: float) -> float:
-    return round(count / 2**20, 3)

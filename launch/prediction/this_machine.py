@@ -65,6 +65,7 @@ class MeasurementLimits:
     timeout_s: float = MEASURING_S
     busy_ranks: int = 0  # ranks that compute at the same time
     allow_typical: bool = False  # take typical figures if the CPU cannot be measured in that time
+    only_typical: bool = False  # do not even look for others, where every start must find the same
 
 
 UNMEASURED = MeasurementLimits(timeout_s=0.0, allow_typical=True)  # where memory alone counts
@@ -144,7 +145,9 @@ def _with_gpus(ranks: int, nodes: int, known: Catalogue) -> Machine:
 def _with_cpu(ranks: int, nodes: int, known: Catalogue, limits: MeasurementLimits) -> Machine:
     cores, rough = _computing_cores(), ""
     name = f"{cpu_name()}, {plural(cores, 'core')}"
-    if name in known.accelerators:  # calibrated, or described by hand
+    if limits.only_typical:
+        whole, link = _as_accelerator(ROUGH, name, cores)
+    elif name in known.accelerators:  # calibrated, or described by hand
         whole = known.accelerators[name]
         link = find_link(whole.intra_node, known)
     else:

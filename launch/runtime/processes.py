@@ -304,11 +304,6 @@ def wait_for(
     return 128 - code if code < 0 else code
 
 
-def decode_launcher_exit_code(code: int) -> int:
-    """Returns 128 + n if DeepSpeed's launcher reports that signal n ended a rank: it exits with -n, that is 256 - n."""
-    return 384 - code if code > 256 - signal.NSIG else code
-
-
 def _send(processes: Iterable[psutil.Process], number: int) -> None:
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -115,7 +115,7 @@ def build_run(
         be_deterministic()
     device = join_ranks(config, rank, progress)
     devices = devices_of_ranks(device)
-    if config.unresolved_options:
+    if config.unresolved_options | config.open_options:
         config = with_layout_for_all(config, rank, devices)
     layout = resolve_layout(config, rank.world_size, device)
     check_known_bad(config, layout, installed_versions(), device)

@@ -10,7 +10,6 @@ from dataclasses import asdict
 from typing import Any
 
 from data_pipeline.samples.mix import MixedSamples
-from launch.prediction.batch_stage_text import format_stage, stage_facts
 from launch.prediction.memory_check import MemoryForecast
 from launch.prediction.prediction import Prediction
 from launch.runtime.logs import get_logger
@@ -21,6 +20,7 @@ from launch.trainer.start.resume import RunSetup, Start
 from launch.trainer.start.run_folder import layout_facts
 from megalite.checkpoint.durable_files import room_at
 from megalite.config import Config, ResolvedLayout
+from megalite.config.batch_stage_text import format_stage, stage_facts
 from megalite.planner.cost.checkpoints import megalite_bytes_per_parameter
 from megalite.planner.cost.model_states import adapter_numbers
 from megalite.planner.cost.stage_parameters import StageShape, parameters, stage_shapes, stages_of

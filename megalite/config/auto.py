@@ -1,7 +1,8 @@
 """Options that a config leaves to the planner: they are `auto`, and a layout is chosen when the run starts.
 
 In: the values of a file. Out: values that a `Config` can be built from, with placeholders for the options still to be
-chosen, and the paths of those options. Every placeholder is the simplest value, legal wherever any value is.
+chosen, and the paths of those options. Every placeholder is the simplest value, legal wherever any value is. A pipeline
+schedule that is left out is `auto` too.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ from typing import Any
 from megalite.config.suggestions import OptionPath
 
 AUTO = "auto"
+PIPELINE: OptionPath = ("parallel", "pipeline_parallel_size")
+SCHEDULE: OptionPath = ("parallel", "pipeline_schedule")
+WIRE: OptionPath = ("precision", "gradient_reduction_dtype")
 
 PLACEHOLDERS: dict[OptionPath, Any] = {
     ("parallel", "tensor_parallel_size"): 1,
-    ("parallel", "pipeline_parallel_size"): 1,
-    ("parallel", "pipeline_schedule"): "1f1b",
+    PIPELINE: 1,
+    SCHEDULE: "1f1b",
     ("parallel", "sequence_parallel"): False,
     ("parallel", "zero_stage"): 1,
     ("training", "micro_batch_size"): 1,
@@ -26,11 +30,15 @@ PLACEHOLDERS: dict[OptionPath, Any] = {
 its `auto` becomes a number as soon as the number of processes is known."""
 
 CHOOSABLE = frozenset(PLACEHOLDERS)
+OPEN: dict[OptionPath, Any] = {SCHEDULE: PLACEHOLDERS[SCHEDULE], WIRE: None}
+"""Options that may stay `auto` while the layout is stated, and what commands take that train nothing."""
+
 SECTIONS = ("parallel", "recompute")
 """Sections that may be `auto` as a whole."""
 
 ALONG = (("training", "micro_batch_size"), ("recompute", "mode"))
-"""Options that are chosen too if an option of `parallel` is `auto` and they are left out."""
+"""Options that are chosen too if a size of `parallel` is `auto` and they are left out."""
+LEFT_OUT = object()
 
 
 def spell_out(section: str) -> dict[str, Any]:
@@ -41,13 +49,16 @@ def spell_out(section: str) -> dict[str, Any]:
 def take_out(values: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[OptionPath]]:
     """Replaces every `auto` by its placeholder; also returns the options that were `auto`."""
     result = {name: spell_out(name) if name in SECTIONS and value == AUTO else value for name, value in values.items()}
-    sections = {name: {} if result.get(name) is None else result[name] for name, _ in PLACEHOLDERS}
-    stated = {path: sections[path[0]].get(path[1]) for path in PLACEHOLDERS if isinstance(sections[path[0]], dict)}
+    options = PLACEHOLDERS | OPEN
+    sections = {name: {} if result.get(name) is None else result[name] for name, _ in options}
+    stated = {path: sections[path[0]].get(path[1], LEFT_OUT) for path in options if isinstance(sections[path[0]], dict)}
     found = {path for path, value in stated.items() if value == AUTO}
-    if any(section == "parallel" for section, _ in found):
-        found |= {path for path in ALONG if path in stated and path[1] not in sections[path[0]]}
+    if any(section == "parallel" for section, _ in found - {SCHEDULE}):
+        found |= {path for path in ALONG if stated.get(path) is LEFT_OUT}
+    if stated.get(SCHEDULE) is LEFT_OUT:
+        found.add(SCHEDULE)
     for section, option in found:
-        result[section] = {**(result.get(section) or {}), option: PLACEHOLDERS[section, option]}
+        result[section] = {**(result.get(section) or {}), option: options[section, option]}
     return result, frozenset(found)
 
 

@@ -115,7 +115,8 @@ class Config(Section):
             return handler(values)
         stated, unresolved = auto.take_out(values)
         config = handler(stated)
-        config._unresolved = unresolved
+        has_one_stage = auto.PIPELINE not in unresolved and config.parallel.pipeline_parallel_size == 1
+        config._unresolved = unresolved - {auto.SCHEDULE} if has_one_stage else unresolved
         return config
 
     @model_serializer(mode="wrap")
@@ -124,8 +125,15 @@ class Config(Section):
 
     @property
     def unresolved_options(self) -> frozenset[OptionPath]:
-        """Options set to `auto`. They hold placeholders until a layout is chosen; no run trains with placeholders."""
-        return self._unresolved
+        """Options of a layout set to `auto`. They hold placeholders until it is chosen; no run trains with
+        placeholders. Empty where no more than `open_options` is to be chosen."""
+        return self._unresolved & auto.CHOOSABLE if self._unresolved - auto.OPEN.keys() else frozenset()
+
+    @property
+    def open_options(self) -> frozenset[OptionPath]:
+        """Options that a run chooses for its layout, stated or not: a schedule that no config names, a wire's format
+        set to `auto`."""
+        return self._unresolved & auto.OPEN.keys()
 
     def with_resolved(self, chosen: Mapping[OptionPath, Any]) -> Config:
         """Returns a copy with these options of the layout set to `chosen`; `resolve_layout` checks them."""

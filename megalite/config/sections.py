@@ -40,7 +40,7 @@ class ParallelConfig(Section):
     """Number of stages that the layers are divided among; the division may be uneven."""
 
     pipeline_schedule: PipelineSchedule = Field(default="1f1b", examples=["1f1b"])
-    """Order in which pipeline stages compute; `megalite plan schedule` draws each, `auto` is the fastest that fits."""
+    """Order in which pipeline stages compute; `auto` is the fastest that fits, `megalite plan schedule` draws each."""
 
     pipeline_chunks: RankCount | None = Field(default=None, examples=[1])
     """Pieces of the model on each pipeline stage. Left out: as few as the schedule needs, 1 or 2."""
@@ -71,7 +71,7 @@ class PrecisionConfig(Section):
     """Format in which micro-batches' gradients are summed: fp32, or the same as `dtype`."""
 
     gradient_reduction_dtype: Dtype | None = None
-    """Format in which gradients are summed over replicas: fp32, or `dtype`. Left out: `gradient_accumulation_dtype`."""
+    """Format of gradients between replicas: fp32 or `dtype`. Left out: as accumulated; `auto`: bf16 if a step gains."""
 
     float8: Literal["none", "rowwise", "tensorwise"] = Field(default="none", examples=["rowwise"])
     """Float8 products in attention and MLP, scaled per row or tensor: Hopper or Ada GPUs; a CPU emulates it, slower."""
@@ -277,13 +277,11 @@ class PerformanceConfig(Section):
     """Compiled blocks split products along with the collectives of a cut sequence; needs NVLink (async TP in torch)."""
 
 
-def _false_means_off(value: object) -> object:
-    """Accepts false as `off`, which YAML 1.1, used by other programs, does not distinguish."""
-    return "off" if value is False else value
-
-
 Exported = Literal["off", "last", "every"]
-ExportHf = Annotated[Exported, BeforeValidator(_false_means_off, json_schema_input_type=Exported | Literal[False])]
+ExportHf = Annotated[
+    Exported,  # false is `off` in YAML 1.1, which other programs write
+    BeforeValidator(lambda value: "off" if value is False else value, json_schema_input_type=Exported | Literal[False]),
+]
 
 
 class CheckpointConfig(Section):

@@ -217,10 +217,6 @@ class Engine(ABC):
         norms = self.partitioned_step.part_norms if self.decision.is_late(gate) else None
         return StepResult(readback, self.decision.refused, tuple(micro_losses), weight, norms, loss_scaler)
 
-    def reads_late(self, gate: StepGate | None) -> bool:
-        """Returns whether the loop should read the result of a step when it has begun the next one."""
-        return self.runs_ahead and self.decision.is_late(gate)
-
     def evaluate(
         self, micro_batches: Sequence[MicroBatch], count: int, next_part: Callable[[int], int] | None = None
     ) -> Tensor:

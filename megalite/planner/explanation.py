@@ -5,22 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from megalite.config import Config
-from megalite.config.auto import CHOOSABLE
+from megalite.config.auto import CHOOSABLE, SCHEDULE
 from megalite.config.batch_stages import largest_shape
 from megalite.config.suggestions import OptionPath, dotted
 from megalite.planner.hardware import is_guess
 from megalite.planner.layout_choice import ERROR, NOTICEABLE, ROOMY, doubts, hidden_by_zero_3_s
 from megalite.planner.published_speed import beside_published
-from megalite.planner.search import (
-    CHUNKS,
-    SCHEDULE,
-    Dropped,
-    LayoutCandidate,
-    SearchResult,
-    search,
-    smallest_that_fits,
-    with_faster_schedule,
-)
+from megalite.planner.search import CHUNKS, Dropped, LayoutCandidate, SearchResult, search, smallest_that_fits
 from megalite.units import about, gib, seconds
 
 OF_THE_SEQUENCE = ("activations", "working", "logits")  # parts of a stage's memory that grow with its length
@@ -46,7 +37,7 @@ def explain(result: SearchResult) -> tuple[str, str, str]:
 
 
 def caveats(config: Config, result: SearchResult) -> list[str]:
-    """Lists the assumptions behind the winner's numbers, and the pipeline schedule that would make it faster."""
+    """Lists the assumptions behind the winner's numbers."""
     best, kind = result.best, result.cluster.accelerator
     said = [f"efficiency {kind.efficiency:g} of {result.cluster.accelerator_name}: {kind.calibrated_on}"]
     if best is not None and hidden_by_zero_3_s(best) > NOTICEABLE * best.time.seconds:
@@ -75,12 +66,6 @@ def caveats(config: Config, result: SearchResult) -> list[str]:
         )
     if (schedule := config.parallel.pipeline_schedule) != "1f1b":
         said.append(f"parallel.pipeline_schedule {schedule} is stated, so layouts that cannot have it are left out")
-    if best is not None and (faster := with_faster_schedule(config, best, result.cluster)) is not None:
-        said.append(
-            f"with parallel.pipeline_schedule {faster.layout.pipeline_schedule} a step of the winner would take "
-            f"{1 - faster.time.seconds / best.time.seconds:.1%} less, and its fullest accelerator "
-            f"{gib(faster.fullest.total)} instead of {gib(best.fullest.total)}"
-        )
     if kind.device == "cuda" and result.cluster.nodes > 1:
         said.append(
             "step times are a best case: switches and links are taken to be free of other traffic, and all nodes to be "

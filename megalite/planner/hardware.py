@@ -27,11 +27,8 @@ class Link(Section):
     gb_per_s: PositiveFloat
     """Bandwidth in each direction: per accelerator inside a node, per adapter between nodes. 1 GB = 1e9 bytes."""
 
-    latency_us: NonNegativeFloat = 5.0
-    """Latency of one message."""
-
-    source: str = ""
-    """Source of the figures."""
+    latency_us: NonNegativeFloat = 5.0  # latency of one message
+    source: str = ""  # source of the figures
 
 
 class FlashAttention(Section):
@@ -45,38 +42,18 @@ class FlashAttention(Section):
 class PublishedSpeed(Section):
     """A speed of training that somebody has published for one kind of accelerator."""
 
-    system: str
-    """The software that trained, with its version where it was said."""
-
-    model: str
-    """The model: its size, or its name."""
-
-    precision: Literal["fp32", "bf16", "fp16", "fp8"]
-    """Format of the matrix products."""
-
-    model_tflops: PositiveFloat
-    """TFLOP/s of one accelerator: what the mathematics needs, without recomputation."""
-
-    counted: str
-    """Operations that were counted, in words."""
-
+    system: str  # the software that trained, with its version where it was said
+    model: str  # the model: its size, or its name
+    precision: Literal["fp32", "bf16", "fp16", "fp8"]  # format of the matrix products
+    model_tflops: PositiveFloat  # TFLOP/s of one accelerator: what the mathematics needs, without recomputation
+    counted: str  # operations that were counted, in words
+    # whether `model_tflops` is our own arithmetic, on published tokens per second, and not a published figure
     is_computed_here: bool = False
-    """Whether `model_tflops` is our own arithmetic, on published tokens per second, and not a published figure."""
-
-    tokens_per_s: PositiveFloat | None = None
-    """Tokens per second of one accelerator."""
-
-    sequence_length: PositiveInt
-    """Tokens of a sequence."""
-
-    accelerators: PositiveInt
-    """Number of accelerators in all."""
-
-    date: str = ""
-    """Date of the figure, such as `2025-11`; empty where it was not said."""
-
-    source: str
-    """Source of the figure."""
+    tokens_per_s: PositiveFloat | None = None  # tokens per second of one accelerator
+    sequence_length: PositiveInt  # tokens of a sequence
+    accelerators: PositiveInt  # number of accelerators in all
+    date: str = ""  # date of the figure, such as `2025-11`; empty where it was not said
+    source: str  # source of the figure
 
 
 class Accelerator(Section):
@@ -91,35 +68,24 @@ class Accelerator(Section):
     memory_gb_per_s: PositiveFloat
     """Bandwidth of the memory."""
 
-    efficiency: PositiveFloat = 0.6
-    """The one calibrated constant: part of the peak that large matrix products reach."""
-
+    efficiency: PositiveFloat = 0.6  # the one calibrated constant: part of the peak that large matrix products reach
+    # measurement that the constant was fitted on
     calibrated_on: str = "a guess, from other accelerators: no published table to fit it on"
-    """Measurement that the constant was fitted on."""
-
-    device: Literal["cuda", "cpu"] = "cuda"
-    """Type of the device in torch."""
-
+    device: Literal["cuda", "cpu"] = "cuda"  # type of the device in torch
+    # part of the peak that fused attention reaches
     flash_attention: FlashAttention = Field(default_factory=FlashAttention)
-    """Part of the peak that fused attention reaches."""
-
+    # host time to launch one transformer block's forward pass; a block is never faster
     launch_us: NonNegativeFloat = 300.0
-    """Host time to launch one transformer block's forward pass; a block is never faster."""
-
     intra_node: str
     """Name of the link between accelerators of a node."""
 
     inter_node: str
     """Name of the link that an adapter of a node usually has."""
 
+    # name of the link to the host's memory, over which offloaded state and activations move; a CPU has none
     host_link: str = "PCIe 4"
-    """Name of the link to the host's memory, over which offloaded state and activations move; a CPU has none."""
-
-    source: str = ""
-    """Source of the figures."""
-
-    published: list[PublishedSpeed] = Field(default_factory=list)
-    """Speeds of training that others have published."""
+    source: str = ""  # source of the figures
+    published: list[PublishedSpeed] = Field(default_factory=list)  # speeds of training that others have published
 
     @property
     def fastest_tflops(self) -> float:
@@ -158,14 +124,9 @@ class ClusterFile(Section):
 
     nodes: PositiveInt
     accelerators_per_node: PositiveInt = 8
-    adapters_per_node: PositiveInt | None = None
-    """Network adapters of a node; left out: one for each accelerator."""
-
-    intra_node: str | Link | None = None
-    """Left out: what the accelerator usually has."""
-
-    inter_node: str | Link | None = None
-    """Left out: what the accelerator usually has."""
+    adapters_per_node: PositiveInt | None = None  # network adapters of a node; left out: one for each accelerator
+    intra_node: str | Link | None = None  # left out: what the accelerator usually has
+    inter_node: str | Link | None = None  # left out: what the accelerator usually has
 
 
 class Cluster(Section):
@@ -179,8 +140,7 @@ class Cluster(Section):
     adapters_per_node: PositiveInt
     intra_node: Link
     inter_node: Link
-    ranks_per_core: NonNegativeFloat = 0.0
-    """Ranks per core of a CPU that ranks share; 0 for an accelerator of its own."""
+    ranks_per_core: NonNegativeFloat = 0.0  # ranks per core of a CPU that ranks share; 0 for an accelerator of its own
 
     @property
     def accelerators(self) -> int:

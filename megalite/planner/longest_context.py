@@ -7,9 +7,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from megalite.config import Config, ConfigError
+from megalite.config.auto import PIPELINE
 from megalite.config.suggestions import OptionPath
 from megalite.planner.hardware import Cluster
-from megalite.planner.search import PIPELINE, TENSOR, LayoutCandidate, search
+from megalite.planner.search import TENSOR, LayoutCandidate, search
 
 LENGTH, BATCH = ("training", "sequence_length"), ("training", "global_batch_size")
 POSITIONS = ("model", "max_position_embeddings")

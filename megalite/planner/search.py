@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
 from megalite.config import Config, ConfigError, ResolvedLayout, resolve_layout
-from megalite.config.auto import CHOOSABLE, PLACEHOLDERS
+from megalite.config.auto import CHOOSABLE, PIPELINE, PLACEHOLDERS, SCHEDULE
+from megalite.config.rules.performance import loses_compiled_blocks
 from megalite.config.suggestions import OptionPath
 from megalite.planner.cost.memory import (
     CPU,
@@ -32,13 +33,11 @@ from megalite.planner.workload import ParallelLayout, TrainingWorkload
 from megalite.schedules.tables import Schedule
 from megalite.units import gib
 
-TENSOR, PIPELINE = ("parallel", "tensor_parallel_size"), ("parallel", "pipeline_parallel_size")
+TENSOR, SEQUENCE = ("parallel", "tensor_parallel_size"), ("parallel", "sequence_parallel")
 DATA, ZERO = ("parallel", "data_parallel_size"), ("parallel", "zero_stage")
-SEQUENCE = ("parallel", "sequence_parallel")
-SCHEDULE, CHUNKS = ("parallel", "pipeline_schedule"), ("parallel", "pipeline_chunks")
+CHUNKS = ("parallel", "pipeline_chunks")
 MICRO_BATCH, RECOMPUTE = ("training", "micro_batch_size"), ("recompute", "mode")
 
-ALIKE = 0.01  # of a step, by which another schedule must be faster to be named
 ZERO_STAGES = (1, 2, 3)  # stage 0 is served by 1
 
 Check = Callable[[Config, ResolvedLayout], None]
@@ -147,10 +146,11 @@ def search(
                 dropped.append(Dropped(_layout(config, tp, pp, ranks.count), str(error)))
         if found:
             break
-    least_s = min((one.time.seconds for one in found), default=0.0) if SCHEDULE in config.unresolved_options else 0.0
+    least_s = min((one.time.seconds for one in found), default=0.0) if SCHEDULE in config.open_options else 0.0
     for place, one in enumerate(found):
         if one.time.seconds - one.time.parts.get("pipeline bubble", 0.0) < least_s:  # it may become the fastest
-            found[place] = with_faster_schedule(config, one, cluster, check, allocator, ERROR) or one
+            alike = under_each_schedule(config.with_resolved(one.options), cluster, check, allocator)
+            found[place] = fastest_schedule(alike, cluster)
     # the simpler of two layouts comes first whose times are equal to six digits
     found.sort(key=lambda one: (float(f"{one.time.seconds:.6g}"), *simplicity(one.layout)))
     if found:
@@ -175,24 +175,32 @@ def judged(
     return LayoutCandidate(job, needs(job, cluster, allocator), step_time(job, cluster))
 
 
-def with_faster_schedule(
-    config: Config,
-    candidate: LayoutCandidate,
-    cluster: Cluster,
-    check: Check | None = None,
-    allocator: Device | None = None,
-    gain: float = ALIKE,
-) -> LayoutCandidate | None:
-    """Returns the candidate with the pipeline schedule that makes it fastest, where that is legal, fits, and takes less
-    time by `gain`, a part of the step's; else None."""
+def under_each_schedule(
+    config: Config, cluster: Cluster, check: Check | None = None, allocator: Device | None = None
+) -> list[LayoutCandidate]:
+    """Predicts the layout of a config under each schedule that is legal there, 1F1B first, but for those that would
+    keep a GPU's blocks from being compiled."""
     found = []
-    for schedule in Schedule if candidate.layout.pipeline_parallel_size > 1 else ():
-        tried = config.with_resolved(candidate.options | {SCHEDULE: schedule.value, CHUNKS: None})
+    for schedule in Schedule:
+        tried = config.with_resolved({SCHEDULE: schedule.value})
         with suppress(ConfigError):
-            found.append(judged(tried, _checked(tried, Ranks.of(cluster), check), cluster, allocator))
-    fitting = [one for one in found if one.fullest.total <= cluster.memory_bytes]
-    best = min(fitting, key=lambda one: one.time.seconds, default=candidate)
-    return best if best.time.seconds < (1 - gain) * candidate.time.seconds else None
+            layout = _checked(tried, Ranks.of(cluster), check)
+            if not loses_compiled_blocks(tried, cluster.accelerator.device):
+                found.append(judged(tried, layout, cluster, allocator))
+    return found
+
+
+def fastest_schedule(found: Sequence[LayoutCandidate], cluster: Cluster) -> LayoutCandidate:
+    """Returns the fastest of `under_each_schedule` that fits; 1F1B where none saves more than predictions are wrong
+    by."""
+    plain, room = found[0], room_for(found[0], cluster)
+    best = min((one for one in found if one.fullest.total <= room), key=lambda one: one.time.seconds)
+    return best if best.time.seconds < (1 - ERROR) * plain.time.seconds else plain
+
+
+def room_for(plain: LayoutCandidate, cluster: Cluster) -> float:
+    """Returns the bytes that another schedule than that of `plain` may need: some are left over, or as few as there."""
+    return max(ROOMY * cluster.memory_bytes, plain.fullest.total)
 
 
 def needs(

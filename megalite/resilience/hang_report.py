@@ -330,11 +330,6 @@ def _place(ranks: Sequence[int], host: str, mesh: Mesh) -> str:
     return f" ({', '.join(parts)})" if parts else ""
 
 
-@lru_cache(maxsize=1024)
-def _names_of(ranks: Ranks) -> str:
-    return _names(ranks)
-
-
 def _names(ranks: Iterable[int]) -> str:
     """Formats ranks, as in "rank 3", "ranks 3 and 5", "ranks 0-7 and 16-23"."""
     ordered = sorted(ranks)
@@ -346,6 +341,9 @@ def _names(ranks: Iterable[int]) -> str:
     if len(runs) > NAMED:
         runs = [*runs[:NAMED], "others"]
     return f"ranks {' and '.join(part for part in (', '.join(runs[:-1]), runs[-1]) if part)}"
+
+
+_names_of = lru_cache(maxsize=1024)(_names)
 
 
 def _verb(ranks: Sequence[int], one: str, several: str) -> str:

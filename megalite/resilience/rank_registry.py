@@ -28,7 +28,7 @@ CLOCK_S = 2.0  # accuracy of a process's start time if the clock is set meanwhil
 class _FirstLine(StrictModel):
     host: Word
     process: Number
-    born: float  # in seconds after boot
+    born: float  # in seconds after boot, which setting a clock does not change
     ended: Word  # an error; empty: unknown
 
 
@@ -74,7 +74,7 @@ class RankFile:
     def _write_first_line(self, ended: str) -> None:
         os.ftruncate(self._file.fileno(), 0)
         process = os.getpid()
-        born = _started_s(psutil.Process(process))
+        born = psutil.Process(process).create_time() - psutil.boot_time()
         line = _FirstLine(host=socket.gethostname(), process=process, born=born, ended=ended)
         self._length = self._file.write(f"{line.model_dump_json()}\n".encode())
         self._file.flush()
@@ -118,7 +118,8 @@ def _condition(line: _FirstLine, stacks: bytes) -> str:
     process = line.process
     try:
         found = psutil.Process(process)
-        status = found.status() if abs(_started_s(found) - line.born) < CLOCK_S else psutil.STATUS_DEAD
+        born = found.create_time() - psutil.boot_time()
+        status = found.status() if abs(born - line.born) < CLOCK_S else psutil.STATUS_DEAD
     except psutil.Error:
         status = psutil.STATUS_DEAD
     if status in (psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE):
@@ -128,11 +129,6 @@ def _condition(line: _FirstLine, stacks: bytes) -> str:
     if stacks:
         return f"its process {process} is alive, but stuck in code that keeps Python's interpreter to itself"
     return f"its process {process} is alive, but its watchdog is not"
-
-
-def _started_s(process: psutil.Process) -> float:
-    """Returns the process's start in seconds after boot, which setting a clock does not change."""
-    return float(process.create_time() - psutil.boot_time())
 
 
 def _path(run_dir: Path, rank: int) -> Path:

@@ -6,8 +6,9 @@ from functools import lru_cache
 from operator import ge
 from typing import NamedTuple
 
+from megalite.config.rules.pipeline import SPLITS_BACKWARD
 from megalite.schedules.passes import PassKind
-from megalite.schedules.tables import Schedule, splits_backward, tasks_of
+from megalite.schedules.tables import Schedule, tasks_of
 
 MOST_LOOKED_AT = 3  # micro-batches per stage: a step with more holds no more at once
 
@@ -47,10 +48,10 @@ def moments_of(schedule: Schedule, stages: int, stage: int, micro_batches: int, 
             moments.add(InFlight(tuple(whole), tuple(postponed)))
         elif kind is not PassKind.WEIGHT_GRADIENT:
             whole[chunk] -= 1
-            if splits_backward(schedule):  # a whole backward too: the engine sends its first part on as soon as it can
+            if schedule in SPLITS_BACKWARD:  # a whole backward too: the engine sends its first part on at once
                 postponed[chunk] += 1
                 moments.add(InFlight(tuple(whole), tuple(postponed)))
-        if kind is PassKind.WEIGHT_GRADIENT or (kind is PassKind.BACKWARD and splits_backward(schedule)):
+        if kind is PassKind.WEIGHT_GRADIENT or (kind is PassKind.BACKWARD and schedule in SPLITS_BACKWARD):
             postponed[chunk] -= 1
     largest: list[InFlight] = []
     for moment in sorted(moments, key=lambda moment: -moment.total):  # none is exceeded by one after it

@@ -20,10 +20,10 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megalite.config.rules.pipeline import FOLDED
+from megalite.config.rules.pipeline import FOLDED, SPLITS_BACKWARD
 from megalite.schedules.passes import PassKind, Task
 from megalite.schedules.simulation import PipelineTimes, run_orders
-from megalite.schedules.tables import Schedule, placement, positions_by_stage, splits_backward, tasks_of
+from megalite.schedules.tables import Schedule, placement, positions_by_stage, tasks_of
 
 
 class MessageKind(enum.StrEnum):
@@ -80,7 +80,7 @@ def training_programs(schedule: Schedule, stages: int, micro_batches: int, chunk
     computed.
     """
     orders = [tasks_of(schedule, stages, stage, micro_batches, chunks) for stage in range(stages)]
-    if splits_backward(schedule):
+    if schedule in SPLITS_BACKWARD:
         orders = [[part for task in order for part in _parts(task)] for order in orders]
     return programs_of(orders, placement(schedule, stages, chunks))
 

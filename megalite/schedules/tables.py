@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from megalite.config import ConfigError
-from megalite.config.rules.pipeline import FEWEST_CHUNKS, FOLDED, SPLITS_BACKWARD, problems_with_schedule
+from megalite.config.rules.pipeline import FOLDED, problems_with_schedule
 from megalite.schedules.dualpipev import dualpipev
 from megalite.schedules.passes import PassKind, Task
 from megalite.schedules.zb_v import zb_v
@@ -46,11 +46,6 @@ def positions_by_stage(where: Sequence[int]) -> list[list[int]]:
     return [[position for position, holder in enumerate(where) if holder == stage] for stage in range(max(where) + 1)]
 
 
-def splits_backward(schedule: Schedule) -> bool:
-    """True if some weight gradients are computed apart from input gradients, and later."""
-    return schedule in SPLITS_BACKWARD
-
-
 def tasks_of(schedule: Schedule, stages: int, stage: int, micro_batches: int, chunks: int = 1) -> list[Task]:
     """Returns the passes of one stage, in order."""
     match schedule:
@@ -64,11 +59,6 @@ def tasks_of(schedule: Schedule, stages: int, stage: int, micro_batches: int, ch
             return zb_v(stages, stage, micro_batches)
         case Schedule.DUALPIPE_V:
             return dualpipev(stages, stage, micro_batches)
-
-
-def chunks_needed(schedule: Schedule) -> int:
-    """Returns the fewest chunks per stage; interleaved 1F1B may have more."""
-    return FEWEST_CHUNKS[schedule.value]
 
 
 def check_schedule(schedule: Schedule, stages: int, micro_batches: int, chunks: int) -> None:

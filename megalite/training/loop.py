@@ -160,7 +160,7 @@ class _TrainingRun:
         if any(due) or step == self._total_steps or self._recorder.profiler.is_due(step):
             return True
         ends_stage = self._shapes.shape_after(step) != self._shapes.shape_after(step - 1)
-        return ends_stage or not self._engine.reads_late(self._context.guard)
+        return ends_stage or not (self._engine.runs_ahead and self._engine.decision.is_late(self._context.guard))
 
     def _begin(self, step: int, due: _Due) -> _PendingStep:
         """Begins one optimizer step, about which the guard may decide."""

@@ -90,56 +90,34 @@ class Family:
     """One `model_type` of transformers, as far as our decoder supports it."""
 
     model_type: str
-    architecture: str
-    """transformers' class with the output head."""
-
-    other_architectures: tuple[str, ...] = ()
-    """Other classes whose folders this family reads."""
-
+    architecture: str  # transformers' class with the output head
+    other_architectures: tuple[str, ...] = ()  # other classes whose folders this family reads
+    # option of `ModelConfig` -> key of config.json, in addition to `SAME_KEYS`; several options may share a key
     keys: Mapping[str, str] = field(default_factory=dict)
-    """Option of `ModelConfig` -> key of config.json, in addition to `SAME_KEYS`; several options may share a key."""
-
+    # key -> transformers' default, in addition to `PLAIN_DEFAULTS`; sizes have no default
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Key -> transformers' default, in addition to `PLAIN_DEFAULTS`; sizes have no default."""
-
+    # option -> its constant value in this family, in addition to `PLAIN`
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Option -> its constant value in this family, in addition to `PLAIN`."""
-
-    derived: tuple[str, ...] = ()
-    """Options in `DERIVED` that have no key in this family."""
-
-    parts: tuple[ConfigPart, ...] = ()
-    """Options that are more than a key, in addition to `PLAIN_PARTS`."""
-
-    must_be: Mapping[str, Any] = field(default_factory=dict)
-    """Key -> the only value that we support."""
-
+    derived: tuple[str, ...] = ()  # options in `DERIVED` that have no key in this family
+    parts: tuple[ConfigPart, ...] = ()  # options that are more than a key, in addition to `PLAIN_PARTS`
+    must_be: Mapping[str, Any] = field(default_factory=dict)  # key -> the only value that we support
+    # keys, in addition to `KEPT`, that do not affect logits, or that a part reads and would write differently
     kept: tuple[str, ...] = ()
-    """Keys, in addition to `KEPT`, that do not affect logits, or that a part reads and would write differently."""
-
+    # key -> its name in other versions of transformers; both are read and written
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Key -> its name in other versions of transformers; both are read and written."""
-
+    # part of a weight's canonical name -> the hub's name, e.g. `mlp.up_proj` -> `mlp.c_fc`
     renamed: Mapping[str, str] = field(default_factory=dict)
-    """Part of a weight's canonical name -> the hub's name, e.g. `mlp.up_proj` -> `mlp.c_fc`."""
-
+    # part of the hub's name -> ours, whose rows that tensor holds, e.g. `self_attn.qkv_proj` -> q, k, v
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Part of the hub's name -> ours, whose rows that tensor holds, e.g. `self_attn.qkv_proj` -> q, k, v."""
-
+    # true if fused tensors interleave the heads of their parts (GPT-NeoX) instead of concatenating the parts
     fused_by_head: bool = False
-    """True if fused tensors interleave the heads of their parts (GPT-NeoX) instead of concatenating the parts."""
-
-    transposed: tuple[str, ...] = ()
-    """Parts of the hub's names whose matrices are [in, out] (GPT-2's Conv1D)."""
-
+    transposed: tuple[str, ...] = ()  # parts of the hub's names whose matrices are [in, out] (GPT-2's Conv1D)
+    # the hub's name of the output head; old folders hold a copy of a tied embedding under it
     head: str = "lm_head.weight"
-    """The hub's name of the output head; old folders hold a copy of a tied embedding under it."""
-
+    # prefix of the hub's names that is missing in a folder saved from transformers' class without the head
     base_prefix: str = "model."
-    """Prefix of the hub's names that is missing in a folder saved from transformers' class without the head."""
-
+    # suffixes of names of tensors in old checkpoints that can be computed from config.json
     ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)
-    """Suffixes of names of tensors in old checkpoints that can be computed from config.json."""
 
     @cached_property
     def _mentioned(self) -> set[str]:

@@ -263,7 +263,8 @@ def test_a_dry_run_says_what_it_would_start(config: dict[str, Any], tmp_path: Pa
     path = write_config(tmp_path / "c.yaml", config)
     done = command_line("ray", str(path), "--dry-run", env={"DS_ACCELERATOR": "cpu"})
     assert done.returncode == 0, done.stderr
-    assert "2 workers (tensor 1 x pipeline 2 x data 1), 0 GPUs each, on a Ray cluster of this machine" in done.stdout
+    sizes = "tensor 1 x pipeline 2 (schedule chosen at the start) x data 1"
+    assert f"2 workers ({sizes}), 0 GPUs each, on a Ray cluster of this machine" in done.stdout
     assert "nothing was started" in done.stdout and not Path(config["run_dir"]).exists()
 
 

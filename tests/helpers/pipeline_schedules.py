@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 from hypothesis import strategies as st
 
+from megalite.config.rules.pipeline import FEWEST_CHUNKS
 from megalite.schedules.passes import Task
-from megalite.schedules.tables import Schedule, chunks_needed, tasks_of
+from megalite.schedules.tables import Schedule, tasks_of
 
 
 class DrawnSchedule(NamedTuple):
@@ -27,7 +28,7 @@ class DrawnSchedule(NamedTuple):
 def pipeline_schedules(draw: st.DrawFn, most_stages: int = 6) -> DrawnSchedule:
     schedule = draw(st.sampled_from(Schedule))
     stages = draw(st.integers(1, most_stages))
-    chunks = chunks_needed(schedule)
+    chunks = FEWEST_CHUNKS[schedule.value]
     micro_batches = draw(st.integers(1, 4 * stages + 1))
     if schedule is Schedule.INTERLEAVED:
         chunks, micro_batches = draw(st.integers(2, 4)), -(-micro_batches // stages) * stages

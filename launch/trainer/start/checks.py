@@ -178,7 +178,7 @@ def choose_layout(config: Config) -> tuple[Config, list[str], list[str]]:
     Returns the config, the same choice as overrides, and a notice of what was chosen and why. Raises LaunchError or
     ConfigError if no layout fits.
     """
-    if not config.unresolved_options:
+    if not config.unresolved_options | config.open_options:
         return config, [], []
     from launch.prediction.auto_layout import choose_here
 

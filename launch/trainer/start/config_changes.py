@@ -83,7 +83,7 @@ def changes_since(manifest: Manifest, config: Config) -> tuple[OptionChange, ...
     ours = dict(_flat("", config.model_dump(mode="json")))
     for values in (saved, ours):
         values[REDUCTION] = values.get(REDUCTION) or values.get("precision.gradient_accumulation_dtype")
-    open_options = {dotted(path) for path in config.unresolved_options}
+    open_options = {dotted(path) for path in config.unresolved_options | config.open_options}
     changes = []
     for option in dict.fromkeys((*ours, *saved)):
         # of a checkpoint without a whole config
@@ -140,7 +140,7 @@ def _former_defaults(manifest: Manifest) -> dict[OptionName, Any]:
     dtype = (manifest.config.get("precision") or {}).get("dtype", "fp32")
     # DeepSpeed sums the replicas' gradients in the format of the model, unless it is told another
     reduction = {} if dtype == "fp32" else {REDUCTION: dtype}
-    return {"checkpoint.interval": 0, **reduction}
+    return {"checkpoint.interval": 0, "parallel.pipeline_schedule": "1f1b", **reduction}
 
 
 def _flat(prefix: OptionName, values: Mapping[str, Any]) -> Iterator[tuple[OptionName, Any]]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from megalite.config.auto import AUTO, SCHEDULE
 from megalite.config.base import section_of
 from megalite.config.config import Config
 from megalite.config.documentation.schema import Schema, json_schema
@@ -158,7 +159,7 @@ def _default(section: type[BaseModel], name: str) -> str:
         return ""
     if field.default_factory is not None:
         return "derived" if field.default_factory_takes_validated_data else "{}"
-    return _inline(field.default)
+    return AUTO if name == SCHEDULE[1] else _inline(field.default)
 
 
 def _example(schema: Schema) -> Any:

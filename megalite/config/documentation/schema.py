@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megalite.config.auto import ALONG, AUTO, PLACEHOLDERS, SECTIONS
+from megalite.config.auto import ALONG, AUTO, OPEN, PLACEHOLDERS, SCHEDULE, SECTIONS
 from megalite.config.base import Section, items_of, section_of
 from megalite.config.config import Config
 from megalite.config.deepspeed import NESTED, PASSED_ON, REORDERING, refused_keys
@@ -37,8 +37,9 @@ def json_schema() -> Schema:
     chosen_along = [option for section, option in ALONG if section == "training"]
     training = _definition(options["training"], definitions)
     training["required"] = [name for name in training["required"] if name not in chosen_along]
-    for section, option in PLACEHOLDERS:
+    for section, option in PLACEHOLDERS | OPEN:
         _add_alternative(_definition(options[section], definitions)["properties"][option], {"const": AUTO})
+    _definition(options[SCHEDULE[0]], definitions)["properties"][SCHEDULE[1]]["default"] = AUTO
     _complete_sections(Config, schema, definitions, ())
     for section in SECTIONS:
         _add_alternative(options[section], {"const": AUTO})
@@ -103,7 +104,7 @@ def _add_alternative(option: Schema, alternative: Schema) -> None:
 
 def _leaves_layout_to_the_planner() -> Schema:
     """Returns the condition under which options are chosen along with the layout."""
-    names = [option for section, option in PLACEHOLDERS if section == "parallel"]
+    names = [option for section, option in PLACEHOLDERS if section == "parallel" and (section, option) != SCHEDULE]
     left = [{"type": "object", "required": [name], "properties": {name: {"const": AUTO}}} for name in names]
     return {"required": ["parallel"], "properties": {"parallel": {"anyOf": [{"const": AUTO}, *left]}}}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megalite.config.auto import SCHEDULE
 from megalite.config.base import Device
 from megalite.config.config import Config
 from megalite.config.rules.pipeline import SPLITS_BACKWARD
@@ -33,6 +34,13 @@ def why_not_compiled(config: Config) -> str | None:
     if any(model.has_experts(layer) for layer in range(model.num_hidden_layers)):
         return "blocks with experts (model.num_experts) are not written for a compiler"
     return None
+
+
+def loses_compiled_blocks(config: Config, device: Device) -> bool:
+    """Returns whether the blocks of a run would be compiled on `device` if its schedule did not split backward."""
+    is_split = config.parallel.pipeline_schedule in SPLITS_BACKWARD
+    is_wanted = is_split and config.performance.compile != "none" and device == "cuda"
+    return is_wanted and why_not_compiled(config.with_resolved({SCHEDULE: "1f1b"})) is None
 
 
 def problems_with_performance(config: Config, device: Device | None) -> Iterator[str]:

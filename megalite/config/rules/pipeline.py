@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megalite.config.auto import PIPELINE
 from megalite.config.config import Config
 from megalite.config.sections import PipelineSchedule
 
-FEWEST_CHUNKS: dict[PipelineSchedule, int] = {
+FEWEST_CHUNKS: dict[str, int] = {
     "1f1b": 1,
     "interleaved": 2,
     "zero-bubble": 1,
     "zb-v": 2,
     "dualpipev": 2,
 }  # per stage; only interleaved may have more
-PIPELINE = ("parallel", "pipeline_parallel_size")
 SPLITS_BACKWARD = ("zero-bubble", "zb-v", "dualpipev")  # gradients of weights are computed apart, and later
 FOLDED = ("zb-v", "dualpipev")  # the model turns at its middle and comes back through the stages
 

@@ -89,7 +89,7 @@ def _place_in_cache() -> tuple[Path, bool]:
         found = library.stat()
     except FileNotFoundError:
         return library, True
-    return library, found.st_uid == os.getuid() and _others_may_write(found)  # one of another user cannot be replaced
+    return library, found.st_uid == os.getuid() and bool(found.st_mode & 0o022)  # others' cannot be replaced
 
 
 def cached_library() -> Path:
@@ -156,13 +156,9 @@ def _kill_with_descendants(process_id: int) -> None:
             process.kill()
 
 
-def _others_may_write(found: os.stat_result) -> bool:
-    return bool(found.st_mode & 0o022)
-
-
 def _loaded(library: Path) -> ModuleType:
     found = library.stat()
-    if found.st_uid != os.getuid() or _others_may_write(found):
+    if found.st_uid != os.getuid() or found.st_mode & 0o022:
         raise RuntimeError(f"{library} may be written to by other users")
     spec = importlib.util.spec_from_file_location("cpu_adam", library)
     assert spec is not None and spec.loader is not None

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from megalite.config import Config, ResolvedLayout
 from megalite.config.batch_stages import BatchShape
+from megalite.config.rules.pipeline import SPLITS_BACKWARD
 from megalite.engine.batch_transfer import DeviceBatch, MicroBatch
 from megalite.engine.deepspeed.process_groups import group_among
 from megalite.engine.deepspeed.zero_3 import let_stages_differ
@@ -26,7 +27,7 @@ from megalite.parallel.layers import LayerSpec
 from megalite.parallel.mesh import Mesh, stage_boundaries
 from megalite.schedules.deadlock_check import check_programs
 from megalite.schedules.program import Program, forward_programs, training_programs
-from megalite.schedules.tables import Schedule, placement, splits_backward
+from megalite.schedules.tables import Schedule, placement
 from megalite.tracing.activity import Activity, Operation
 
 
@@ -59,7 +60,7 @@ class PipelinedEngine(Engine):
             self._tied_embedding = weight if weight.requires_grad else None
         self._handover = Handover(self.deepspeed)
         self._groups.open(self._device)
-        is_split = splits_backward(self._schedule)
+        is_split = self._schedule in SPLITS_BACKWARD
         self.put_off = put_off_weight_gradients(self.deepspeed.module) if is_split else None
         self._context = StageContext(
             chunks,

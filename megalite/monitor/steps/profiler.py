@@ -104,7 +104,7 @@ class StepProfiler:
         with self._nonfatal("a profile"), ExitStack() as opened:
             check_own_folder(self._run_dir / FOLDER)
             if self._cleans:
-                remove(self._folder_of(step))
+                remove(self._run_dir / FOLDER / f"step_{step}")
             if self._options.memory:
                 opened.callback(torch.cuda.memory._record_memory_history, None)
                 torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
@@ -122,7 +122,7 @@ class StepProfiler:
             if self._options.memory:
                 torch.cuda.memory._dump_snapshot(str(snapshot))
             self.close()
-            folder = self._folder_of(self._step)
+            folder = self._run_dir / FOLDER / f"step_{self._step}"
             for each in (folder.parent, folder):
                 make_folder(each)
             profiled.export_chrome_trace(str(trace))
@@ -143,9 +143,6 @@ class StepProfiler:
         self._profile = None
         with self._nonfatal("a profile"):
             self._opened.close()
-
-    def _folder_of(self, step: int) -> Path:
-        return self._run_dir / FOLDER / f"step_{step}"
 
     def _summary(self, profiled: profile) -> str:
         if not self._is_cuda:

@@ -55,18 +55,13 @@ def end_ring(layout: ParallelLayout, cluster: Cluster) -> Ring:
 def boundary_s(sent_bytes: float, gathered_bytes: float, layout: ParallelLayout, cluster: Cluster) -> float:
     """Returns the seconds from one stage to the next: every rank sends `sent_bytes`, then each tensor-parallel ring
     gathers `gathered_bytes` if tensors are cut for the transfer."""
-    leaves_node = boundary_leaves_node(layout, cluster)
+    leaves_node = layout.world_size > cluster.accelerators_per_node
     senders = min(cluster.accelerators_per_node, layout.tensor_parallel_size * layout.data_parallel_size)
     share = min(1.0, cluster.adapters_per_node / senders)  # of an adapter: a stage's ranks in a node send together
     outside = cluster.inter_node.gb_per_s * 1e9 * INTER_NODE_EFFICIENCY * share
     sent = sent_bytes / (outside if leaves_node else _inside_bytes_per_s(cluster))
     latency_s = (cluster.inter_node if leaves_node else cluster.intra_node).latency_us * 1e-6
     return sent + latency_s + tensor_ring(layout, cluster).seconds(Moved(all_gather=round(gathered_bytes)))
-
-
-def boundary_leaves_node(layout: ParallelLayout, cluster: Cluster) -> bool:
-    """Returns whether messages between stages use the links between nodes."""
-    return layout.world_size > cluster.accelerators_per_node
 
 
 def _ring(ranks: int, stride: int, cluster: Cluster) -> Ring:

@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megalite.config import ModelConfig
+from megalite.config.rules.pipeline import SPLITS_BACKWARD
 from megalite.planner.cost.activations import BlockWorkload, chunk_bytes
-from megalite.planner.cost.communication_time import boundary_leaves_node, boundary_s, data_ring, end_ring, tensor_ring
+from megalite.planner.cost.communication_time import boundary_s, data_ring, end_ring, tensor_ring
 from megalite.planner.cost.communication_volumes import Moved, data_moved, hidden_state_bytes, tensor_moved, tied_moved
 from megalite.planner.cost.layer_time import (
     LayerTime,
@@ -33,7 +34,6 @@ from megalite.planner.cost.stage_parameters import StageShape, block_kinds, stag
 from megalite.planner.hardware import Cluster
 from megalite.planner.workload import BYTES, ParallelLayout, TrainingWorkload
 from megalite.schedules.simulation import LastGradients, PipelineTimes, idle_of_equal_stages, last_gradients
-from megalite.schedules.tables import splits_backward
 from megalite.units import Additive
 
 # AdamW reads weight, gradient and both moments, and writes all but the gradient; Muon has one moment and an update of
@@ -163,7 +163,7 @@ def _pipeline_s(job: TrainingWorkload, mean: StageTime, between_s: float) -> tup
         return (p - 1) / v * (mean.seconds + 2 * v * between_s), count * 2 * v * between_s
     unit, times = _rounded(mean, between_s, layout)
     bubble = (p - 1) / v * DIGITS  # of 1F1B, also interleaved
-    if splits_backward(layout.schedule):
+    if layout.schedule in SPLITS_BACKWARD:
         bubble = idle_of_equal_stages(layout.schedule, replace(times, between_stages_s=0.0), count, v)
     return unit * bubble, unit * (idle_of_equal_stages(layout.schedule, times, count, v) - bubble)
 
@@ -171,7 +171,7 @@ def _pipeline_s(job: TrainingWorkload, mean: StageTime, between_s: float) -> tup
 def _rounded(mean: StageTime, between_s: float, layout: ParallelLayout) -> tuple[float, PipelineTimes]:
     """Returns a unit of time, and in it the times of equal stages, so that alike jobs share one simulation."""
     unit, stages = mean.seconds / DIGITS, layout.pipeline_parallel_size
-    weight_s = mean.weight_gradient_s if splits_backward(layout.schedule) else 0.0  # else no pass takes it by itself
+    weight_s = mean.weight_gradient_s if layout.schedule in SPLITS_BACKWARD else 0.0  # else no pass takes it by itself
     forward, weight, travel = (round(s / unit) for s in (mean.forward_s, weight_s, between_s))
     return unit, PipelineTimes((forward,) * stages, (DIGITS - forward,) * stages, travel, (weight,) * stages)
 
@@ -217,7 +217,7 @@ def _stage(
         product_s, beside = of_blocks.backward.matrix_s / 2, moved.beside
         sums = Moved(all_reduce=beside.all_reduce, reduce_scatter=beside.reduce_scatter)
         back -= min(ring.seconds(Moved(all_gather=beside.all_gather), kinds), product_s)
-        back -= 0.0 if splits_backward(job.layout.schedule) else min(ring.seconds(sums, kinds), product_s)
+        back -= 0.0 if job.layout.schedule in SPLITS_BACKWARD else min(ring.seconds(sums, kinds), product_s)
     forward, backward = passes.forward.seconds + there, passes.backward.seconds + back
     recomputed = passes.again.seconds + again
     is_deepspeeds = job.stack.replicas == "deepspeed" and not job.reduces_beside_backward
@@ -287,7 +287,7 @@ def _beside_backward_s(
     v = layout.pipeline_chunks
     unit, times = _rounded(mean, between_s, layout)
     others_s = mean.tensor_links_s / v if tensor_ring(layout, cluster).leaves_node == ring.leaves_node else 0.0
-    others_s += between_s if boundary_leaves_node(layout, cluster) == ring.leaves_node else 0.0
+    others_s += between_s if (layout.world_size > cluster.accelerators_per_node) == ring.leaves_node else 0.0
     ends_s = []
     for shape, passes in zip(shapes, last_gradients(layout.schedule, times, job.micro_batches, v), strict=True):
         last = [LastGradients(unit * begin, unit * end) for begin, end in passes]

@@ -80,7 +80,7 @@ def test_a_script_says_all_that_slurm_must_know(slurm: Slurm, tmp_path: Path) ->
     assert script.count("trap '' TERM USR1 USR2 HUP") == 2, "shells that die of them take saves along"
     assert "--kill-on-bad-exit=1" in script and '--distribution="$distribution"' in script
     assert "-m launch.train config.yaml training.seed=7\n" in script
-    assert "tensor 1 x pipeline 2 x data 16" in script
+    assert "tensor 1 x pipeline 2 (schedule chosen at the start) x data 16" in script
     assert 'OMP_NUM_THREADS="${OMP_NUM_THREADS:-12}"' in script
     assert "DS_ACCELERATOR" in script.partition("unset ")[2].splitlines()[0], "a shell on the CPU must not decide"
     assert (tmp_path / "run").is_dir(), "a job whose output has no folder ends without a word"

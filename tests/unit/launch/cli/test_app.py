@@ -115,7 +115,8 @@ def test_the_four_packages_are_this_repository() -> None:
 
 def test_dry_run_tells_who_holds_what_and_starts_nothing(tiny: dict[str, Any], tmp_path: Path) -> None:
     path = write_config(tmp_path / "c.yaml", tiny)
-    words = ["parallel.tensor_parallel_size=2", "parallel.pipeline_parallel_size=2", "parallel.data_parallel_size=2"]
+    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "data_parallel_size": 2}
+    words = [f"parallel.{name}={value}" for name, value in {**sizes, "pipeline_schedule": "1f1b"}.items()]
     done = command_line("train", str(path), *words, "--dry-run", "--json", env={"DS_ACCELERATOR": "cpu"})
     assert done.returncode == 0, done.stderr
     plan = json.loads(done.stdout)

@@ -64,7 +64,7 @@ def test_names_are_a_hostfile_of_ranks(config: Path, tmp_path: Path) -> None:
 def test_people_get_a_table_and_what_the_hosts_do_not_allow(config: Path) -> None:
     done = command_line("place", str(config), "--nodes", "a[1-3]:1;b[1-3]:2", env={"COLUMNS": "100"})
     assert done.returncode == 0, done.stderr
-    assert "8 ranks (tensor 2 x pipeline 2 x data 2) on 5 hosts" in done.stdout
+    assert "8 ranks (tensor 2 x pipeline 2 (schedule chosen at the start) x data 2) on 5 hosts" in done.stdout
     assert "between nodes" in done.stdout and "this placement" in done.stdout
     assert "megalite: 1 of 4 tensor-parallel groups of 2 ranks span several hosts" in done.stdout
 

@@ -9,9 +9,9 @@ import pytest
 from launch.prediction import cluster as places
 from launch.prediction.cluster import _cpu_counts, _on_gpus
 from megalite.config import Config
-from megalite.config.auto import CHOOSABLE
+from megalite.config.auto import CHOOSABLE, PIPELINE
 from megalite.planner.hardware import Cluster, ClusterFile, cluster_of
-from megalite.planner.search import PIPELINE, TENSOR
+from megalite.planner.search import TENSOR
 
 
 def config_of(tiny: dict[str, Any], batch: int, **parallel: int) -> Config:

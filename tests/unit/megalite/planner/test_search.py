@@ -322,70 +322,37 @@ def test_three_lines_say_why() -> None:
     assert one[1] == "no other layout fits" and one[2].startswith("dropped: nothing")
 
 
-def test_a_faster_pipeline_schedule_is_named() -> None:
-    """With its gain, which is what the planner predicts for a config that states it; nothing without a pipeline."""
+def test_a_speed_is_put_beside_the_best_published() -> None:
     parallel: dict[str, Any] = {"tensor_parallel_size": 4, "pipeline_parallel_size": 8, "sequence_parallel": True}
     config = config_of(LLAMA_70B, 128, 4096, precision={"dtype": "bf16"}, parallel=parallel)
-    free = CHOOSABLE - {TENSOR, module.PIPELINE, module.SEQUENCE}
-    result = search(config, h100(16), free=free)
-    (note,) = [line for line in caveats(config, result) if "pipeline_schedule" in line]
+    result = search(config, h100(16), free=CHOOSABLE - {TENSOR, module.PIPELINE, module.SEQUENCE})
     assert "of each H100 in bf16; published best: 489.1 in bf16 (" in caveats(config, result)[-1]
     float8 = config.model_copy(update={"precision": config.precision.model_copy(update={"float8": "rowwise"})})
     assert any("products in float8 are taken to reach the same part" in line for line in caveats(float8, result))
     assert "of each H100 in fp8; published best: 744 in fp8 (" in caveats(float8, result)[-1]
-    faster = module.with_faster_schedule(config, result.candidates[0], result.cluster)
-    assert faster is not None and f"pipeline_schedule {faster.layout.pipeline_schedule} " in note
-    stated = config.with_resolved({module.SCHEDULE: faster.layout.pipeline_schedule, **faster.options})
-    again = module.judged(stated, resolve_layout(stated, 128, "cuda"), result.cluster)
-    assert again.time.seconds == faster.time.seconds < 0.99 * result.candidates[0].time.seconds
-    alone = config_of(ODD, 12, 48)
-    assert not any("pipeline_schedule" in line for line in caveats(alone, search(alone, cpus(1))))
 
 
-def test_a_schedule_that_is_auto_is_the_fastest_that_fits() -> None:
-    """Of layouts with stages, the one that a config with that schedule stated has; 1F1B where others are refused, and
-    where no stage waits for another."""
+def test_a_schedule_that_is_open_is_the_fastest_that_fits() -> None:
+    """As the same layout with that schedule stated; 1F1B where others are refused or need more memory than there is."""
     parallel: dict[str, Any] = {"tensor_parallel_size": 4, "pipeline_parallel_size": 8, "sequence_parallel": True}
-    options: dict[str, Any] = {"precision": {"dtype": "bf16"}, "recompute": {"mode": "none"}}
-    plain = config_of(LLAMA_70B, 128, 4096, parallel=parallel, **options)
-    config = config_of(LLAMA_70B, 128, 4096, parallel=parallel | {"pipeline_schedule": "auto"}, **options)
-    free = config.unresolved_options
-    assert free == {module.SCHEDULE}
-    chosen = search(config, h100(16), free=free).best
-    stated = module.judged(plain, resolve_layout(plain, 128, "cuda"), h100(16))
-    fastest = module.with_faster_schedule(plain, stated, h100(16))
-    assert chosen is not None and fastest is not None and chosen.layout == fastest.layout
-    assert chosen.options[module.SCHEDULE] == fastest.layout.pipeline_schedule != "1f1b"
+    config = config_of(LLAMA_70B, 128, 4096, parallel=parallel, performance={"compile": "none"}, recompute="auto")
+    chosen = search(config, h100(16), free=config.unresolved_options).best
+    assert chosen is not None and chosen.options[module.SCHEDULE] != "1f1b"
+    found = module.under_each_schedule(config.with_resolved(chosen.options), h100(16))
+    stated = min(found, key=lambda one: one.time.seconds)
+    assert (stated.layout, stated.time.seconds) == (chosen.layout, chosen.time.seconds)
 
     def refuse(config: Config, layout: ResolvedLayout) -> None:
         if layout.pipeline_schedule != "1f1b":
             raise ConfigError("not here")
 
-    refused = search(config, h100(16), free=free, check=refuse).best
+    refused = search(config, h100(16), free=config.unresolved_options, check=refuse).best
     assert refused is not None and refused.layout.pipeline_schedule == "1f1b"
-    one_stage = config_of(ODD, 12, 48, parallel={"pipeline_schedule": "auto"})
-    alone = search(one_stage, cpus(1), free=one_stage.unresolved_options).best
-    assert alone is not None and alone.layout.pipeline_schedule == "1f1b"
-
-
-def test_a_faster_pipeline_schedule_must_fit() -> None:
-    """On accelerators with a little less memory than the fastest schedule needs, another one; with still less, none."""
-    parallel: dict[str, Any] = {"tensor_parallel_size": 4, "pipeline_parallel_size": 8, "sequence_parallel": True}
-    config = config_of(LLAMA_70B, 128, 4096, precision={"dtype": "bf16"}, parallel=parallel)
-    cluster = h100(16)
-    plain = module.judged(config, resolve_layout(config, 128, "cuda"), cluster)
-
-    def faster(memory_bytes: float) -> module.LayoutCandidate | None:
-        kind = cluster.accelerator.model_copy(update={"memory_gib": memory_bytes / 2**30})
-        return module.with_faster_schedule(config, plain, cluster.model_copy(update={"accelerator": kind}))
-
-    fastest = faster(cluster.memory_bytes)
-    assert fastest is not None
-    too_little = fastest.fullest.total - 2**20
-    other = faster(too_little)
-    assert other is not None and other.fullest.total <= too_little
-    assert other.layout.pipeline_schedule != fastest.layout.pipeline_schedule
-    assert faster(plain.fullest.total + 2**20) is None
+    plain = found[0].fullest.total
+    for room, is_other in ((stated.fullest.total - 2**20, True), (plain - 2**30, plain == stated.fullest.total)):
+        small = h100(16).with_figures(memory_gib=room / module.ROOMY / 2**30)
+        fastest = module.fastest_schedule(found, small)
+        assert fastest.fullest.total <= max(room, plain) and (fastest is not stated) >= is_other
 
 
 def test_a_number_format_without_a_peak_is_told_before_memory() -> None:

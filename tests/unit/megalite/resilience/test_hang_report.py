@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megalite.config import ConfigError
+from megalite.config.rules.pipeline import FEWEST_CHUNKS, SPLITS_BACKWARD
 from megalite.engine.pipeline.pipeline_runtime import ProgramRun, StageContext
 from megalite.engine.pipeline.stage_messages import MessageLayout
 from megalite.parallel.deferred_weight_gradients import WeightGradientQueue
@@ -26,7 +27,7 @@ from megalite.parallel.mesh import Mesh
 from megalite.resilience.hang_report import PARTNERS, NoResponse, explain
 from megalite.resilience.rank_state import RankState
 from megalite.schedules.program import Message, forward_programs, training_programs
-from megalite.schedules.tables import Schedule, check_schedule, chunks_needed, placement, splits_backward
+from megalite.schedules.tables import Schedule, check_schedule, placement
 from megalite.tracing.activity import NOBODY, RING, Activity, Note, Operation, Peers, Phase
 
 STEPS = 3
@@ -82,7 +83,7 @@ class Pipeline:
 
     def run(self, activity: Activity, *, is_trained: bool) -> None:
         """Runs one stage's program, as the engine does, over layers that do nothing."""
-        mesh, at, chunks = activity.mesh, activity.mesh.coordinate(activity.rank), chunks_needed(self.schedule)
+        mesh, at, chunks = activity.mesh, activity.mesh.coordinate(activity.rank), FEWEST_CHUNKS[self.schedule.value]
         stages, stage = mesh.pipeline_parallel_size, at.pipeline_rank
         where = placement(self.schedule, stages, chunks)
         last = len(where) - 1
@@ -94,7 +95,7 @@ class Pipeline:
             activity,
             [mesh.rank(each, at.data_rank, at.tensor_rank) for each in range(stages)],
             activity.peers.stage,
-            WeightGradientQueue() if splits_backward(self.schedule) else None,
+            WeightGradientQueue() if self.schedule in SPLITS_BACKWARD else None,
         )
         layout = MessageLayout((1, 1, 1), torch.float32, torch.device("cpu"))
         programs = training_programs if is_trained else forward_programs
@@ -108,7 +109,7 @@ class Pipeline:
         """Returns one with at least so many micro-batches, and as many as the schedule demands."""
         while True:
             with suppress(ConfigError):
-                check_schedule(schedule, stages, micro_batches, chunks_needed(schedule))
+                check_schedule(schedule, stages, micro_batches, FEWEST_CHUNKS[schedule.value])
                 return cls(schedule, micro_batches)
             micro_batches += 1
 

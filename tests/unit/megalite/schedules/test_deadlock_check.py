@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megalite.config.rules.pipeline import FEWEST_CHUNKS, SPLITS_BACKWARD
 from megalite.schedules.deadlock_check import Communicators, check_programs
 from megalite.schedules.passes import PassKind, Task
 from megalite.schedules.program import Compute, Program, Receive, Send, forward_programs, programs_of, training_programs
-from megalite.schedules.tables import Schedule, chunks_needed, placement, splits_backward
+from megalite.schedules.tables import Schedule, placement
 from tests.helpers.pipeline_schedules import DrawnSchedule, pipeline_schedules
 
 KINDS = (PassKind.FORWARD, PassKind.BACKWARD)
@@ -27,7 +28,7 @@ def test_every_step_ends(drawn: DrawnSchedule) -> None:
     for stage, (program, order) in enumerate(zip(programs, drawn.orders(), strict=True)):
         passes = [(action.kind, action.micro_batch) for action in program if isinstance(action, Compute)]
         halves = (PassKind.INPUT_GRADIENT, PassKind.WEIGHT_GRADIENT)  # of a whole backward where others are split
-        is_split = splits_backward(drawn.schedule)
+        is_split = drawn.schedule in SPLITS_BACKWARD
         assert passes == [
             (kind, task.micro_batch)
             for task in order
@@ -42,7 +43,7 @@ def test_every_step_ends(drawn: DrawnSchedule) -> None:
 def test_forwards_alone_end_with_any_number_of_micro_batches(
     schedule: Schedule, stages: int, micro_batches: int, more: int
 ) -> None:
-    chunks = chunks_needed(schedule) + (more if schedule is Schedule.INTERLEAVED else 0)
+    chunks = FEWEST_CHUNKS[schedule.value] + (more if schedule is Schedule.INTERLEAVED else 0)
     programs = forward_programs(schedule, stages, micro_batches, chunks)
     for communicators in Communicators:
         check_programs(programs, communicators)
@@ -154,7 +155,7 @@ def test_sends_that_wait_for_earlier_ones_must_end_too() -> None:
 @pytest.mark.parametrize("schedule", Schedule)
 def test_a_table_that_waits_for_itself_is_refused(schedule: Schedule) -> None:
     """The first stage wants a gradient before it has passed on what that gradient is computed from."""
-    drawn = DrawnSchedule(schedule, 3, 6, chunks_needed(schedule))
+    drawn = DrawnSchedule(schedule, 3, 6, FEWEST_CHUNKS[schedule.value])
     orders = drawn.orders()
     first_gradient = next(i for i, task in enumerate(orders[0]) if task.kind is not PassKind.FORWARD)
     orders[0].insert(0, orders[0].pop(first_gradient))

@@ -7,10 +7,11 @@ from xml.etree.ElementTree import parse
 import pytest
 
 from benchmarks.planner.schedule_figure import FIGURE, LEFT, MICRO_BATCHES, STAGES, figure
+from megalite.config.rules.pipeline import FEWEST_CHUNKS
 from megalite.schedules.passes import PassKind
 from megalite.schedules.program import Compute, training_programs
 from megalite.schedules.simulation import bubble_closed_form
-from megalite.schedules.tables import Schedule, chunks_needed, placement
+from megalite.schedules.tables import Schedule, placement
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -22,7 +23,7 @@ def test_the_committed_figure_is_that_of_the_tables() -> None:
 @pytest.mark.parametrize("schedule", Schedule)
 def test_each_row_shows_the_passes_of_the_engines_program_in_their_order(schedule: Schedule) -> None:
     """Catches a drawing of something else than what runs: rows are read back from the file."""
-    chunks = chunks_needed(schedule)
+    chunks = FEWEST_CHUNKS[schedule.value]
     where = placement(schedule, STAGES, chunks)
     shown = _rows()[list(Schedule).index(schedule) * STAGES :][:STAGES]
     programs = training_programs(schedule, STAGES, MICRO_BATCHES, chunks)
@@ -40,7 +41,7 @@ def test_the_rows_are_as_long_as_the_closed_forms_say() -> None:
     widths = [float(each.get("width", 0)) for each in _boxes("idle")][1:]  # the first is the legend's
     longest = max(widths)
     for index, schedule in enumerate(Schedule):
-        bubbles = [1 + bubble_closed_form(each, STAGES, MICRO_BATCHES, chunks_needed(each)) for each in Schedule]
+        bubbles = [1 + bubble_closed_form(each, STAGES, MICRO_BATCHES, FEWEST_CHUNKS[each.value]) for each in Schedule]
         assert widths[STAGES * index] == pytest.approx(longest * bubbles[index] / max(bubbles), abs=0.02), schedule
 
 

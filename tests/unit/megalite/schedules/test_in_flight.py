@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 
+from megalite.config.rules.pipeline import FEWEST_CHUNKS
 from megalite.schedules.in_flight import MOST_LOOKED_AT, moments_of, most_in_flight
 from megalite.schedules.simulation import PipelineTimes, simulate_schedule
-from megalite.schedules.tables import Schedule, chunks_needed
+from megalite.schedules.tables import Schedule
 from tests.helpers.pipeline_schedules import DrawnSchedule, pipeline_schedules
 
 
@@ -36,7 +37,7 @@ def test_a_longer_step_holds_no_more(schedule: Schedule) -> None:
     for stages in (1, 2, 3, 5):
         for stage in range(stages):
             looked_at, longer = (
-                moments_of(schedule, stages, stage, factor * stages, chunks_needed(schedule))
+                moments_of(schedule, stages, stage, factor * stages, FEWEST_CHUNKS[schedule.value])
                 for factor in (MOST_LOOKED_AT, 4 * MOST_LOOKED_AT)
             )
             assert looked_at == longer

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from benchmarks.planner.simulation import equal_stages
 from megalite.config import ConfigError
+from megalite.config.rules.pipeline import FEWEST_CHUNKS
 from megalite.schedules.drawing import draw, legend
 from megalite.schedules.passes import PassKind
 from megalite.schedules.simulation import PipelineTimes, Timeline, bubble_closed_form, simulate_schedule
-from megalite.schedules.tables import Schedule, chunks_needed, placement, position_of
+from megalite.schedules.tables import Schedule, placement, position_of
 from tests.helpers.pipeline_schedules import pipeline_schedules
 
 SECONDS = st.floats(0.01, 10)
@@ -98,7 +99,7 @@ def test_zero_bubble_is_below_1f1b(p: int, m: int, f: float, backward_s: float, 
 
 @pytest.mark.parametrize("schedule", Schedule)
 def test_the_closed_form_of_each_schedule_is_what_is_simulated(schedule: Schedule) -> None:
-    chunks = chunks_needed(schedule)
+    chunks = FEWEST_CHUNKS[schedule.value]
     for stages, micro_batches in ((1, 3), (4, 8), (4, 16), (7, 28)):
         timeline = simulate_schedule(schedule, equal_stages(stages, 1.0, 2.0), micro_batches, chunks)
         expected = bubble_closed_form(schedule, stages, micro_batches, chunks)

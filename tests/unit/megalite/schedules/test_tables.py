@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 
 from megalite.config import ConfigError
+from megalite.config.rules.pipeline import SPLITS_BACKWARD
 from megalite.schedules.passes import PassKind, Task
 from megalite.schedules.simulation import PipelineTimes, run_orders, simulate_schedule
-from megalite.schedules.tables import Schedule, check_schedule, placement, position_of, splits_backward, tasks_of
+from megalite.schedules.tables import Schedule, check_schedule, placement, position_of, tasks_of
 from tests.helpers.pipeline_schedules import DrawnSchedule, pipeline_schedules
 
 
@@ -26,7 +27,7 @@ def test_each_micro_batch_passes_each_chunk_once_each_way(drawn: DrawnSchedule) 
         for chunk in range(drawn.chunks)
     )
     for order in drawn.orders():
-        assert any(task.kind is PassKind.WEIGHT_GRADIENT for task in order) <= splits_backward(drawn.schedule)
+        assert any(task.kind is PassKind.WEIGHT_GRADIENT for task in order) <= (drawn.schedule in SPLITS_BACKWARD)
         parts = []
         for task in order:
             both = (PassKind.INPUT_GRADIENT, PassKind.WEIGHT_GRADIENT)

@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import pytest
 
+from megalite.config.rules.pipeline import FEWEST_CHUNKS
 from megalite.monitor.steps.alignment import align, on_last_clock
 from megalite.monitor.steps.chrome_trace import chrome_trace
 from megalite.monitor.steps.message_pairs import message_pairs
 from megalite.monitor.steps.timeline import RankTimeline
 from megalite.schedules.simulation import PipelineTimes, simulate_schedule
-from megalite.schedules.tables import Schedule, chunks_needed
+from megalite.schedules.tables import Schedule
 from megalite.tracing.activity import Operation
 from megalite.tracing.tape import Collective
 from tests.helpers.simulated_ranks import ranks_of
@@ -21,7 +22,7 @@ from tests.helpers.sound_trace import check_sound
 
 def _ranks(schedule: Schedule = Schedule.ONE_F_ONE_B, step: int = 10, boot: str = "1f") -> dict[int, RankTimeline]:
     times = PipelineTimes([1e-3] * 4, [2e-3] * 4)
-    return ranks_of(simulate_schedule(schedule, times, 8, chunks_needed(schedule)), step, boot)
+    return ranks_of(simulate_schedule(schedule, times, 8, FEWEST_CHUNKS[schedule.value]), step, boot)
 
 
 def _elsewhere(timeline: RankTimeline, ahead_s: float, late_s: float = 0.0) -> RankTimeline:

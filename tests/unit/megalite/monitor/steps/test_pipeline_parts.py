@@ -7,10 +7,11 @@ from dataclasses import asdict, replace
 
 import pytest
 
+from megalite.config.rules.pipeline import FEWEST_CHUNKS
 from megalite.monitor.steps.pipeline_parts import mean_parts, parts_by_rank, pipeline_parts, simulated_s
 from megalite.monitor.steps.timeline import RankTimeline
 from megalite.schedules.simulation import PipelineTimes, Timeline, bubble_closed_form, simulate_schedule
-from megalite.schedules.tables import Schedule, chunks_needed
+from megalite.schedules.tables import Schedule
 from megalite.tracing.activity import Operation, Phase
 from tests.helpers.simulated_ranks import ranks_of
 
@@ -63,7 +64,7 @@ def test_other_schedules_have_the_simulated_bubble(
 
 @pytest.mark.parametrize("schedule", Schedule)
 def test_a_slow_stage_is_imbalance_and_nothing_else(schedule: Schedule) -> None:
-    chunks = chunks_needed(schedule)
+    chunks = FEWEST_CHUNKS[schedule.value]
     slow = PipelineTimes([1.0, 1.0, 1.5, 1.0], [2.0, 2.0, 3.0, 2.0])
     timeline = simulate_schedule(schedule, slow, 8, chunks)
     found = pipeline_parts(ranks_of(timeline))
@@ -79,7 +80,7 @@ def test_a_slow_stage_is_imbalance_and_nothing_else(schedule: Schedule) -> None:
 @pytest.mark.parametrize("schedule", Schedule)
 def test_parts_add_up_whatever_the_stages_take(schedule: Schedule) -> None:
     times = PipelineTimes([1.0, 0.25, 2.0], [2.0, 3.0, 1.0], weight_gradient_s=[0.5, 1.0, 0.5])
-    ranks = ranks_of(simulate_schedule(schedule, times, 6, chunks_needed(schedule)))
+    ranks = ranks_of(simulate_schedule(schedule, times, 6, FEWEST_CHUNKS[schedule.value]))
     found = pipeline_parts(ranks)
     assert found is not None and sum(found.parts_s.values()) == pytest.approx(found.span_s, abs=EXACT)
     for rank, parts in parts_by_rank(ranks).items():
