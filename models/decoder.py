@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from megalite.config import Config, ModelConfig
 from megalite.parallel.activation_offload import ActivationOffload
 from megalite.parallel.adapters import with_adapters
-from megalite.parallel.collectives import TensorParallel, replicated_parameter
+from megalite.parallel.collectives import TensorParallel
 from megalite.parallel.dropout import Dropout
 from megalite.parallel.layers import BlockInput, CompilableBlock, LayerSpec, Recompute, recomputed
 from megalite.parallel.linear import VocabParallelEmbedding, replicated_weight, sharded_parameter
@@ -122,13 +122,14 @@ class PositionEmbedding(nn.Module):
         """`[batch, seq(/tp), hidden]` -> the same."""
         rows = x.hidden.shape[1]
         first = self.tp.rank * rows if self.tp.sequence_is_cut else 0
-        weight = replicated_parameter(self.weight, self.tp)
         if x.positions is None:
             stop = self.offset + first + rows
-            assert stop <= len(weight), f"a sequence of {stop} tokens, but there are {len(weight)} learned positions"
-            vectors = weight[stop - rows : stop]
+            assert stop <= len(self.weight), (
+                f"a sequence of {stop} tokens, but there are {len(self.weight)} learned positions"
+            )
+            vectors = self.weight[stop - rows : stop]
         else:
-            vectors = F.embedding(x.positions[:, first : first + rows], weight)
+            vectors = F.embedding(x.positions[:, first : first + rows], self.weight)
         return x._replace(hidden=self.dropout(x.hidden + vectors, x.sample_ids))
 
 

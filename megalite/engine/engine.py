@@ -58,7 +58,6 @@ class Engine(ABC):
             self.coordinate.tensor_rank,
             self._grid.get_slice_parallel_group(),
             config.parallel.sequence_parallel,
-            sums_parameters_at_step=True,
         )
         self._make = LayerMaker(config, layout, self._grid)
         peers = activity.peers

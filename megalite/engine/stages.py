@@ -57,7 +57,7 @@ class Chunk(nn.Module):
         targets, weight, add_token_losses = labels
         token_losses = None if add_token_losses is None else targets.new_empty(targets.shape, dtype=torch.float32)
         is_compiled, tp = hidden.is_cuda and self._may_compile, self.tensor_parallel
-        loss = head_loss(hidden, head_weight, targets, vocab_size, tp, softcap, is_compiled, token_losses) * weight
+        loss = head_loss(hidden, head_weight, targets, vocab_size, tp, softcap, is_compiled, token_losses, weight)
         if add_token_losses is not None and token_losses is not None:
             add_token_losses(token_losses)
         if loss.requires_grad:

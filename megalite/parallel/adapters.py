@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from megalite.config.sections import AdapterConfig
-from megalite.parallel.collectives import TensorParallel, gathered_slices, replicated_parameter
+from megalite.parallel.collectives import TensorParallel, gathered_slices
 from megalite.parallel.layers import LayerSpec
 from megalite.parallel.linear import (
     ColumnParallelLinear,
@@ -97,11 +97,9 @@ class LowRankAdapter:
 
         x is the layer's input, as it is given to its product; y `[..., local features]`, not summed over ranks yet.
         """
-        if self.is_row_parallel:
-            inner = linear(x, a, None)
-            b = replicated_parameter(b, self.tp)
-        else:
-            inner = gathered_slices(linear(x, replicated_parameter(a, self.tp), None), self.tp)
+        inner = linear(x, a, None)
+        if not self.is_row_parallel:
+            inner = gathered_slices(inner, self.tp)
         return y.add_(linear(inner, self._by_projection(b), None), alpha=self.scale)
 
     def _by_projection(self, b: Tensor) -> Tensor:

@@ -30,9 +30,6 @@ class TensorParallel:
     rank: int = 0
     group: dist.ProcessGroup | None = None
     sequence_parallel: bool = False
-    # gradients of replicated parameters that ranks use in part are summed over the ranks once a step, by the engine,
-    # and not in the backward of each micro-batch
-    sums_parameters_at_step: bool = False
 
     @property
     def sequence_is_cut(self) -> bool:
@@ -223,12 +220,6 @@ def sum_of_stacked(x: Tensor, tp: TensorParallel) -> Tensor:
 def gather_heads(x: Tensor, tp: TensorParallel, dim: int) -> Tensor:
     """Gathers all ranks' slices of key/value features; backward sums the contributions of each rank's queries."""
     return x if tp.size == 1 else _Gather.apply(x, tp, dim)
-
-
-def replicated_parameter(parameter: Tensor, tp: TensorParallel) -> Tensor:
-    """Marks a replicated parameter used on a cut sequence: its gradient is summed over the ranks' slices here, or by
-    the engine once a step."""
-    return _CopyParameter.apply(parameter, tp) if tp.sequence_is_cut and not tp.sums_parameters_at_step else parameter
 
 
 def parameter_in_parallel_region(parameter: Tensor, tp: TensorParallel) -> Tensor:

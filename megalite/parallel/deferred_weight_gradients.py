@@ -12,16 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from megalite.parallel.gradient_accumulation_fusion import SumsGradients
 from megalite.parallel.grouped_linear import (
     GroupedLinear,
     RowGroups,
     grouped_linear,
-    grouped_product,
     grouped_weight_gradient,
 )
 from megalite.parallel.linear import LinearLayer, linear, multipliable
@@ -63,33 +63,6 @@ class WeightGradientQueue:
         return products
 
 
-class _PutOffGroupedLinear(torch.autograd.Function):
-    """`grouped_linear` whose backward leaves the weight's gradient to `queue`. The weight comes in a list, into which
-    autograd does not look, for the reason of `linear._PutOff`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: list[nn.Parameter], groups: RowGroups, queue: WeightGradientQueue
-    ) -> Tensor:
-        (ctx.weight,) = weight
-        ctx.save_for_backward(x)
-        ctx.groups, ctx.queue = groups, queue
-        return grouped_product(x, ctx.weight.detach().transpose(1, 2), groups)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        (x,) = ctx.saved_tensors
-        grad = grad.contiguous()
-        ctx.queue.put(ctx.weight, grad.detach(), x.detach(), ctx.groups)
-        return grouped_product(grad, ctx.weight.detach(), ctx.groups), None, None, None
-
-
-def _put_off_grouped_linear(queue: WeightGradientQueue, x: Tensor, weight: nn.Parameter, groups: RowGroups) -> Tensor:
-    if torch.is_grad_enabled() and x.requires_grad and weight.requires_grad:
-        return _PutOffGroupedLinear.apply(x, [weight], groups, queue)
-    return grouped_linear(x, weight, groups)
-
-
 def put_off_weight_gradients(model: nn.Module) -> WeightGradientQueue:
     """Makes every `LinearLayer` and `GroupedLinear` of `model` put its weight gradient off, and returns the queue.
 
@@ -100,39 +73,17 @@ def put_off_weight_gradients(model: nn.Module) -> WeightGradientQueue:
         if isinstance(module, LinearLayer):
             module.product = partial(linear, put=queue.put)
         elif isinstance(module, GroupedLinear):
-            module.product = partial(_put_off_grouped_linear, queue)
+            module.product = partial(grouped_linear, put=queue.put)
     return queue
 
 
-class _LateProducts(torch.autograd.Function):
-    """A scalar whose backward computes the gradient of one weight from its products, whatever its own gradient is."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: nn.Parameter, products: list[PutOffProduct]) -> Tensor:
-        ctx.products = products
-        return torch.zeros((), device=weight.device)
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, None]:
-        gradient: Tensor | None = None
-        ctx.products.reverse()
-        while ctx.products:
-            product = ctx.products.pop().compute()
-            gradient = product if gradient is None else gradient.add_(product)
-        return gradient, None
-
-
-def root_of_weight_gradients(products: list[PutOffProduct]) -> Tensor:
-    """Returns a scalar whose backward computes the gradients of `products` and accumulates them, weight by weight in
-    the order of backward, so that one at a time exists where hooks free what they have taken. Empties `products`.
-
-    The gradients of a layer that was applied several times are summed in the dtype of its weight, as autograd does. So
-    pass the products of one micro-batch at a time: their sum belongs to whoever accumulates in fp32.
-    """
-    by_weight: dict[nn.Parameter, list[PutOffProduct]] = {}
-    for product in products:
-        by_weight.setdefault(product.weight, []).append(product)
-    products.clear()
-    # autograd runs what was made last first
-    scalars = [_LateProducts.apply(weight, own) for weight, own in reversed(by_weight.items())]
-    return torch.stack(scalars).sum()
+@torch.no_grad()
+def compute_put_off(products: list[PutOffProduct], sums: SumsGradients) -> None:
+    """Adds `products` to the sums of their weights in the order of backward, one at a time. Empties the list."""
+    products.reverse()
+    while products:
+        product = products.pop()
+        if product.groups is None and sums.takes_products:
+            sums.add_product(product.weight, product.grad, product.x)
+        else:
+            sums.add(product.weight, product.compute())

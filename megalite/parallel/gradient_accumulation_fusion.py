@@ -5,8 +5,9 @@ A gradient of its own would cost three passes through memory of the size of the 
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Protocol
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,29 @@ class SumsGradients(Protocol):
     `torch.autograd.grad` of its input alone: torch tells a Function only which inputs could have gradients.
     """
 
+    takes_products: bool  # of linear layers, whose number is known
+    is_fp32: bool  # what `sum_of` returns
+
+    def add(self, parameter: nn.Parameter, gradient: Tensor) -> None: ...
+
     def add_product(self, parameter: nn.Parameter, grad: Tensor, x: Tensor) -> None: ...
+
+    def sum_of(self, parameter: Tensor) -> Tensor:
+        """Returns the sum of a weight's gradients, to which embedding and head add one in place; the weight's hook runs
+        behind it, with `grad` None, and counts it."""
+
+
+def leaves_autograd(weight: Tensor) -> bool:
+    """Returns whether a layer may hand its weight's gradient over beside autograd: hooks of `register_hook` would miss
+    it, and a compiled graph calls nobody."""
+    is_trained = weight.requires_grad and torch.is_grad_enabled()
+    return is_trained and not (weight._backward_hooks or torch.compiler.is_compiling())
+
+
+def sum_in_place(weight: Tensor) -> Callable[[], Tensor] | None:
+    """Returns `SumsGradients.sum_of` for a weight whose gradients are summed in fp32."""
+    sums: SumsGradients | None = getattr(weight, "gradient_sums", None)
+    return partial(sums.sum_of, weight) if sums is not None and sums.is_fp32 and leaves_autograd(weight) else None
 
 
 def add_product(total: Tensor, grad: Tensor, x: Tensor, *, is_first: bool = False) -> None:
@@ -32,16 +55,12 @@ def add_product(total: Tensor, grad: Tensor, x: Tensor, *, is_first: bool = Fals
     An fp32 sum of 16-bit operands takes one kernel on CUDA with a recent torch; elsewhere the product is a matrix of
     its own.
     """
-    if total.dtype == grad.dtype:
+    if total.dtype == grad.dtype or _adds_to_fp32(grad.device, grad.dtype):
+        wide: Any = {} if total.dtype == grad.dtype else {"out_dtype": torch.float32}
         if is_first:
-            torch.mm(grad.t(), x, out=total)
+            torch.mm(grad.t(), x, out=total, **wide)
         else:
-            total.addmm_(grad.t(), x)
-    elif _adds_to_fp32(grad.device, grad.dtype):
-        if is_first:
-            torch.mm(grad.t(), x, out_dtype=torch.float32, out=total)
-        else:
-            torch.addmm(total, grad.t(), x, out_dtype=torch.float32, out=total)
+            torch.addmm(total, grad.t(), x, out=total, **wide)
     elif is_first:
         total.copy_(weight_product(grad, x))
     else:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megalite.parallel.gradient_accumulation_fusion import leaves_autograd
 from megalite.parallel.linear import multipliable, sharded_parameter
 from megalite.parallel.shard import Shard
 
@@ -86,25 +87,39 @@ def grouped_weight_gradient(grad: Tensor, rows: Tensor, groups: RowGroups) -> Te
 
 class _GroupedLinear(torch.autograd.Function):
     """Computes `rows weight^T` of each expert. Hand-written, because torch's own gradient refuses an expanded one, and
-    because a CPU without bf16 units computes in fp32 and keeps bf16."""
+    because a CPU without bf16 units computes in fp32 and keeps bf16. `put` as in `linear._Product`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, groups: RowGroups, put: Callable[[Tensor, Tensor, RowGroups], None] | None
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.groups = groups
+        ctx.groups, ctx.put = groups, put
         return grouped_product(x, weight.transpose(1, 2), groups)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
-        grad = grad.contiguous()
-        weight_grad = grouped_weight_gradient(grad, x, ctx.groups) if ctx.needs_input_grad[1] else None
-        return grouped_product(grad, weight, ctx.groups), weight_grad, None
+        grad, weight_grad = grad.contiguous(), None
+        if ctx.put is not None:
+            ctx.put(grad.detach(), x.detach(), ctx.groups)
+        elif ctx.needs_input_grad[1]:
+            weight_grad = grouped_weight_gradient(grad, x, ctx.groups)
+        return grouped_product(grad, weight, ctx.groups), weight_grad, None, None
 
 
-def grouped_linear(x: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
-    """`[rows, in]` -> `[rows, out]`: each expert's rows times its own weight of `[experts, out, in]`."""
-    return _GroupedLinear.apply(x, weight, groups)
+def grouped_linear(
+    x: Tensor,
+    weight: nn.Parameter,
+    groups: RowGroups,
+    put: Callable[[nn.Parameter, Tensor, Tensor, RowGroups], None] | None = None,
+) -> Tensor:
+    """`[rows, in]` -> `[rows, out]`: each expert's rows times its own weight of `[experts, out, in]`. With `put` the
+    weight's gradient is put off, as in `linear`."""
+    take = None
+    if put is not None and x.requires_grad and leaves_autograd(weight):
+        take = partial(put, weight)
+    return _GroupedLinear.apply(x, weight, groups, take)
 
 
 class GroupedLinear(nn.Module):

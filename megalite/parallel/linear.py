@@ -24,11 +24,10 @@ from megalite.parallel.collectives import (
     begin_all_gather,
     begin_sum,
     joined_slices,
-    replicated_parameter,
     stacked_slices,
     sum_of_stacked,
 )
-from megalite.parallel.gradient_accumulation_fusion import SumsGradients
+from megalite.parallel.gradient_accumulation_fusion import SumsGradients, leaves_autograd, sum_in_place
 from megalite.parallel.shard import Initializer, Shard
 
 ONE_RANK = TensorParallel()
@@ -49,10 +48,9 @@ def replicated_weight(
     sections: tuple[tuple[str, int], ...] | None = None,
 ) -> nn.Parameter:
     """Returns a parameter that every tensor-parallel rank holds whole and uses on its slice of the sequence, if that is
-    cut, by way of `replicated_parameter`; `sections` as in `Shard`."""
+    cut: the engine sums its gradients over these ranks once a step. `sections` as in `Shard`."""
     parameter = sharded_parameter(Shard(shape, None, sections or (("", shape[0]),), tp.size, tp.rank, initializer))
-    is_late = tp.sequence_is_cut and tp.sums_parameters_at_step
-    parameter.is_summed_at_step = is_late  # type: ignore[attr-defined]
+    parameter.is_summed_at_step = tp.sequence_is_cut  # type: ignore[attr-defined]
     return parameter
 
 
@@ -105,46 +103,28 @@ class Recomputable(NamedTuple):
 Adapter = Callable[[Tensor | Recomputable, Tensor, Tensor, Tensor], Tensor]  # `adapters.LowRankAdapter`
 
 
-class _PutOff(NamedTuple):
-    """The weight of a product whose gradient is put off. Autograd does not look into tuples: the hooks of an input
-    run even where a Function returns None for it, and those of ZeRO-2 fail without a gradient."""
-
-    weight: nn.Parameter
-    put: Put
-
-
-class _Summed(NamedTuple):
-    """The parameter that a product's weight is, and who sums its gradients: recomputation saves another tensor."""
-
-    weight: nn.Parameter
-    sums: SumsGradients
-
-
 class _Product(torch.autograd.Function):
     """`x W^T + b` with backward in our order: the input's gradient, its sum over the ranks, the weight's gradient.
 
     `tp`: the product enters the parallel region. Of a cut sequence x is this rank's slice `[batch, seq/tp, in]`, and y
-    is `[tp * batch, seq/tp, out]`, in the order of `stacked_slices`.
+    is `[tp * batch, seq/tp, out]`, in the order of `stacked_slices`. `put` takes the operands of the weight's gradient
+    `[tokens, out]`, `[tokens, in]` in autograd's place.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
-        weight: Tensor | None,
+        weight: Tensor,
         bias: Tensor | None,
-        put_off: _PutOff | None,
+        put: Callable[[Tensor, Tensor], None] | None,
         tp: TensorParallel,
-        summed: _Summed | None,
         function: Callable[..., Tensor] | None,
         *kept: Tensor,
     ) -> Tensor:
-        keeps_input = put_off is not None or (weight is not None and weight.requires_grad)
-        ctx.save_for_backward(weight, *((x,) if keeps_input and function is None else kept))
-        ctx.put_off, ctx.tp, ctx.summed, ctx.function, ctx.keeps_input = put_off, tp, summed, function, keeps_input
-        if put_off is not None:
-            weight = put_off.weight
-        assert weight is not None
+        ctx.keeps_input = weight.requires_grad
+        ctx.save_for_backward(weight, *((x,) if ctx.keeps_input and function is None else kept))
+        ctx.put, ctx.tp, ctx.function = put, tp, function
         whole = begin_all_gather(x, tp).wait() if tp.sequence_is_cut else x
         rows = whole.flatten(0, -2)  # folded as `F.linear` folds it
         y = F.linear(multipliable(rows), multipliable(weight), None if bias is None else multipliable(bias))
@@ -154,30 +134,27 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, *kept = ctx.saved_tensors
-        tp, put_off = ctx.tp, ctx.put_off
-        gathering = None
+        tp, gathering = ctx.tp, None
         if ctx.keeps_input and tp.sequence_is_cut:
             gathering = begin_all_gather(_input_again(ctx.function, kept), tp)
         rows = grad.flatten(0, -2)  # [tokens, out]
         wide = multipliable(rows)
         x_grad, summing = None, None
         if ctx.needs_input_grad[0]:
-            x_grad = wide @ multipliable(weight if put_off is None else put_off.weight)
+            x_grad = wide @ multipliable(weight)
             x_grad = x_grad.to(grad.dtype).view(*grad.shape[:-1], x_grad.shape[-1])
             summing = begin_sum(x_grad, tp) if tp.size > 1 else None
         weight_grad = None
         if ctx.keeps_input:
             x = _input_again(ctx.function, kept) if gathering is None else gathering.wait()
-            if put_off is not None:
+            if ctx.put is not None:
                 # detached: x, and so a view of it, would keep the graph that it comes from
-                put_off.put(put_off.weight, rows.detach(), x.detach().flatten(0, -2))
-            elif ctx.summed is not None:
-                ctx.summed.sums.add_product(ctx.summed.weight, wide, multipliable(x.flatten(0, -2)))
+                ctx.put(rows.detach(), x.detach().flatten(0, -2))
             else:
                 weight_grad = (wide.t() @ multipliable(x.flatten(0, -2))).to(weight.dtype)
         bias_grad = wide.sum(0).to(grad.dtype) if ctx.needs_input_grad[2] else None
         x_grad = x_grad if summing is None else summing.wait()
-        return x_grad, weight_grad, bias_grad, None, None, None, None, *(None for _ in kept if ctx.function is not None)
+        return x_grad, weight_grad, bias_grad, None, None, None, *(None for _ in kept if ctx.function is not None)
 
 
 def _input_again(function: Callable[..., Tensor] | None, kept: list[Tensor]) -> Tensor:
@@ -189,23 +166,21 @@ def linear(
 ) -> Tensor:
     """Computes `F.linear`, through fp32 where 16-bit GEMMs are slow; `tp` as in `_Product`.
 
-    With `put` the weight's gradient is put off, unless x needs none: nobody would wait for it then, and autograd,
-    which does not see the weight, would not run backward at all.
+    With `put` the weight's gradient is put off, unless x needs none: nobody would wait for it then.
     """
     value, function, kept = x if isinstance(x, Recomputable) else (x, None, ())
     if not weight.requires_grad:  # backward does not need the input again
         function, kept = None, ()
-    put_off = None
-    if put is not None and torch.is_grad_enabled() and value.requires_grad and weight.requires_grad:
-        assert isinstance(weight, nn.Parameter)
-        put_off = _PutOff(weight, put)
-    # a compiled graph cannot call the receiver of gradients, and hooks see what autograd hands over
-    by_autograd = torch.compiler.is_compiling() or weight._backward_hooks
-    sums = None if by_autograd else getattr(weight, "gradient_sums", None)
-    summed = _Summed(weight, sums) if sums is not None and isinstance(weight, nn.Parameter) else None
-    if put_off is None and summed is None and function is None and tp.size == 1 and not lacks_fast_gemm(value):
+    take: Callable[[Tensor, Tensor], None] | None = None
+    if isinstance(weight, nn.Parameter) and leaves_autograd(weight):
+        sums: SumsGradients | None = getattr(weight, "gradient_sums", None)
+        if put is not None and value.requires_grad:
+            take = partial(put, weight)  # recomputation saves another tensor
+        elif sums is not None and sums.takes_products:
+            take = partial(sums.add_product, weight)
+    if take is None and function is None and tp.size == 1 and not lacks_fast_gemm(value):
         return F.linear(value, weight, bias)
-    return _Product.apply(value, weight if put_off is None else None, bias, put_off, tp, summed, function, *kept)
+    return _Product.apply(value, weight, bias, take, tp, function, *kept)
 
 
 class LinearLayer(nn.Module):
@@ -254,7 +229,7 @@ class RowParallelLinear(LinearLayer):
             return self.adapted(x, self.product(x, self.weight, self.bias))
         x = _with_stacked_slices(x, self.tp)
         y = sum_of_stacked(self.adapted(x, self.product(x, self.weight, None)), self.tp)
-        return y if self.bias is None else y + replicated_parameter(self.bias, self.tp)
+        return y if self.bias is None else y + self.bias
 
 
 def _with_stacked_slices(x: Tensor | Recomputable, tp: TensorParallel) -> Tensor | Recomputable:
@@ -266,6 +241,22 @@ def _with_stacked_slices(x: Tensor | Recomputable, tp: TensorParallel) -> Tensor
         return stacked if len(x) == 1 else Recomputable(stacked, partial(stacked_slices, tp=tp), (x.detach(),))
     function = x.function
     return x._replace(value=stacked_slices(x.value, tp), function=lambda *kept: stacked_slices(function(*kept), tp))
+
+
+class _SummedRows(torch.autograd.Function):
+    """`F.embedding` whose backward adds the tokens' rows to the weight's sum: no gradient of its size is made."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor, total: Callable[[], Tensor]) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.total = total
+        return F.embedding(tokens, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
+        # in a fixed order on CUDA too, unlike `index_add_`
+        ctx.total().index_put_(ctx.saved_tensors, grad.float(), accumulate=True)
+        return None, None, None
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -283,9 +274,13 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Token ids `[batch, seq]` -> `[batch, seq(/tp), hidden]`."""
         if self.tp.size == 1:
-            return F.embedding(tokens, self.weight)
+            return self._looked_up(tokens)
         rows = self.weight.shard.local_shape[0]  # type: ignore[attr-defined]
         local = stacked_slices(tokens, self.tp) - self.tp.rank * rows
         elsewhere = (local < 0) | (local >= rows)
-        x = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        x = self._looked_up(local.masked_fill(elsewhere, 0))
         return sum_of_stacked(x.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.tp)
+
+    def _looked_up(self, rows: Tensor) -> Tensor:
+        total = sum_in_place(self.weight)
+        return F.embedding(rows, self.weight) if total is None else _SummedRows.apply(rows, self.weight, total)

@@ -2,15 +2,16 @@
 
 In: hidden states and the local rows of the head `[vocab/tp, hidden]`; out: the summed loss of the valid tokens.
 Tokens go through in chunks: logits, their softmax and both gradients of a chunk are computed at once and only the
-gradients are kept, so there is no second GEMM in backward.
+gradients are kept, so there is no second GEMM in backward. The head's is not kept either where somebody sums it in fp32
+(`gradient_sums`): the GEMMs add to that sum in forward.
 
 What lies between the GEMMs exists twice. `_softmax` goes over an fp32 copy of a chunk's logits operation by operation,
 which suits chunks that stay in a CPU's caches. `_compiled_softmax` is for GPUs: two generated kernels, of which one
 reads the logits as the GEMM left them and the other writes their gradient in their place. A test counts their bytes.
 
-In fp16 the sum over a chunk's tokens, which neither 1/tokens nor the loss scale has made smaller yet, would overflow,
-and most of a large vocabulary's probabilities would be subnormal. So both gradients are fp32 there until backward has
-scaled them, and what goes into their GEMMs is multiplied by `FP16_SCALE`.
+The factor on the loss, 1/tokens, goes into the gradient of the logits. In fp16 most of a large vocabulary's
+probabilities would be subnormal then, and without it the sum over a chunk's tokens would overflow. So both gradients
+are fp32 there until backward has scaled them, and what goes into their GEMMs is multiplied by `FP16_SCALE` instead.
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ import torch
 from torch import Tensor
 
 from megalite.parallel.collectives import TensorParallel, all_gather, enter_parallel_region
-from megalite.parallel.gradient_accumulation_fusion import add_product, weight_product, wide_product
+from megalite.parallel.gradient_accumulation_fusion import (
+    add_product,
+    sum_in_place,
+    wide_product,
+)
 from megalite.parallel.linear import multipliable
 from megalite.parallel.softmax_passes import compiled_passes
 
@@ -30,6 +35,7 @@ IGNORED = -100  # the target of a token that carries no loss, as in torch and tr
 # gradient of the head, and 4,096 tokens of a vocabulary of 128k fit
 CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 1 << 30}
 CHUNK_TOKENS = 128  # at least, or the GEMM starves
+Factor = Tensor | float  # on the device, if it is no constant
 FP16_SCALE = 2.0**15  # softmax - one_hot is at most 1, and fp16 ends at 65504
 
 
@@ -55,19 +61,26 @@ def head_loss(
     softcap: float | None = None,
     is_compiled: bool = False,
     token_losses: Tensor | None = None,
+    factor: Factor = 1.0,
 ) -> Tensor:
-    """Returns the negative log likelihood summed over valid tokens, an fp32 scalar equal on all tensor-parallel ranks.
+    """Returns `factor` x the negative log likelihood summed over valid tokens, an fp32 scalar equal on all
+    tensor-parallel ranks.
 
     hidden `[batch, seq(/tp), hidden]`, weight `[padded vocab/tp, hidden]`, targets `[batch, seq]` (-100: no loss);
     softcap as in `head_logits`; is_compiled: by generated kernels. `token_losses`, contiguous fp32 `[batch, seq]`, is
-    filled with the summands, which are 0 where there is no loss.
+    filled with the summands, which are 0 where there is no loss. Of a weight that names `gradient_sums` backward has to
+    begin at the loss, which it does with 1: the weight's gradient is in its sum by then. Another gradient becomes NaN.
     """
     hidden = enter_parallel_region(hidden, tp)
     first = tp.rank * weight.shape[0]
     real = max(0, min(weight.shape[0], vocab_size - first))
     part = _VocabularyPart(first, weight.shape[0], real, softcap, tp)
     losses = None if token_losses is None else token_losses.view(-1)
-    return _HeadLoss.apply(hidden.flatten(0, -2), weight, targets.flatten(), part, is_compiled, losses)
+    total = sum_in_place(weight)
+    # the gradient of hidden states carries what an infinite loss makes of gradients
+    weight_sum = None if total is None or not hidden.requires_grad or hidden.dtype == torch.float16 else total()
+    rows, targets = hidden.flatten(0, -2), targets.flatten()
+    return _HeadLoss.apply(rows, weight, targets, part, is_compiled, losses, factor, weight_sum)
 
 
 class _VocabularyPart(NamedTuple):
@@ -90,15 +103,20 @@ class _HeadLoss(torch.autograd.Function):
         part: _VocabularyPart,
         is_compiled: bool,
         token_losses: Tensor | None,
+        factor: Factor,
+        weight_sum: Tensor | None,
     ) -> Tensor:
         needs_grad = any(ctx.needs_input_grad)
         head = multipliable(weight)
         softmax = _compiled_softmax if is_compiled else _softmax
         chunk = _chunk_tokens(part.rows, hidden.device.type, head.element_size() if is_compiled else 4)
         ctx.dtype, is_fp16 = hidden.dtype, hidden.dtype == torch.float16
-        ctx.scale = FP16_SCALE if is_fp16 else 1.0  # of both gradients, until backward
+        # of both gradients, and what backward is to multiply them by
+        scale, ctx.scale = (FP16_SCALE, factor / FP16_SCALE) if is_fp16 else (factor, None)
         hidden_grad = torch.empty_like(hidden, dtype=torch.float32 if is_fp16 else head.dtype) if needs_grad else None
-        weight_grad: Tensor | None = None
+        weight_grad = weight_sum
+        if weight_grad is None and ctx.needs_input_grad[1]:
+            weight_grad = torch.zeros_like(weight, dtype=torch.float32)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for x, target, x_grad, losses in zip(
             hidden.split(chunk),
@@ -109,28 +127,31 @@ class _HeadLoss(torch.autograd.Function):
         ):
             x = x.to(head.dtype)
             logits = x @ head.t()  # [chunk, vocab/tp]
-            loss, delta = softmax(logits, target, part, ctx.scale if needs_grad else None, losses)
+            loss, delta = softmax(logits, target, part, scale if needs_grad else None, losses)
             total += loss
             if delta is not None and x_grad is not None:
                 if is_fp16:
                     x_grad.copy_(wide_product(delta, head))
                 else:
                     torch.mm(delta, head, out=x_grad)
-                if ctx.needs_input_grad[1]:
-                    weight_grad = _accumulate(weight_grad, delta, x)
+                if weight_grad is not None:
+                    add_product(weight_grad, delta, x)
             del logits, delta  # before the next chunk's
         if needs_grad:
-            ctx.save_for_backward(hidden_grad, weight_grad)
-        return total
+            ctx.save_for_backward(hidden_grad, weight_grad if weight_sum is None else None)
+        ctx.is_summed = weight_sum is not None
+        return total.mul_(factor)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden_grad, weight_grad = ctx.saved_tensors
-        grad = grad / ctx.scale
-        # `grad` holds 1/tokens and the loss scale; in place, so backward can run only once
-        if weight_grad is not None:
+        if ctx.is_summed:
+            grad = torch.where(grad == 1.0, grad, torch.nan)
+        elif ctx.scale is not None:
+            grad = grad * ctx.scale
+        if weight_grad is not None:  # in place, so backward can run only once
             weight_grad = weight_grad.mul_(grad).to(ctx.dtype)
-        return hidden_grad.mul_(grad).to(ctx.dtype), weight_grad, None, None, None, None
+        return hidden_grad.mul_(grad).to(ctx.dtype), weight_grad, *(None,) * 6
 
 
 def _chunk_tokens(rows: int, device: str, number_bytes: int) -> int:
@@ -140,7 +161,7 @@ def _chunk_tokens(rows: int, device: str, number_bytes: int) -> int:
 
 
 def _softmax(
-    logits: Tensor, target: Tensor, part: _VocabularyPart, scale: float | None, token_losses: Tensor | None = None
+    logits: Tensor, target: Tensor, part: _VocabularyPart, scale: Factor | None, token_losses: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the summed loss of a chunk, and `scale` x d loss / d logits in the format of `logits` `[chunk, rows]`,
     which it may overwrite; no gradient without a scale. target `[chunk]`; the summands go to token_losses `[chunk]`."""
@@ -160,14 +181,13 @@ def _softmax(
     if scale is None:
         return loss, None
     # d loss / d logits = softmax - one_hot, zero where there is no loss
-    probability = exponential.mul_(((top - log_total).exp_() * valid).unsqueeze(1))
-    probability.scatter_add_(1, local_target.unsqueeze(1), -is_mine.unsqueeze(1).to(probability.dtype))
-    delta = probability if slope is None else probability.mul_(slope)
-    return loss, (delta if scale == 1.0 else delta.mul_(scale)).to(dtype)
+    delta = exponential.mul_(((top - log_total).exp_() * (valid * scale)).unsqueeze(1))
+    delta.scatter_add_(1, local_target.unsqueeze(1), (is_mine * -scale).unsqueeze(1))
+    return loss, (delta if slope is None else delta.mul_(slope)).to(dtype)
 
 
 def _compiled_softmax(
-    logits: Tensor, target: Tensor, part: _VocabularyPart, scale: float | None, token_losses: Tensor | None = None
+    logits: Tensor, target: Tensor, part: _VocabularyPart, scale: Factor | None, token_losses: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Does the same as `_softmax` in two passes over the logits."""
     reduce_rows, differentiate_ = compiled_passes()
@@ -190,14 +210,6 @@ def _cap_(logits: Tensor, softcap: float) -> Tensor:
 
 def _split(x: Tensor | None, length: int, chunk: int) -> tuple[Tensor | None, ...]:
     return (None,) * -(-length // chunk) if x is None else x.split(chunk)
-
-
-def _accumulate(total: Tensor | None, delta: Tensor, x: Tensor) -> Tensor:
-    """Returns `total + delta^T x`, summed over chunks in fp32 whatever the GEMM's dtype."""
-    if total is None:
-        return weight_product(delta, x).float()
-    add_product(total, delta, x)
-    return total
 
 
 def _over_vocabulary(log_sum: Tensor, picked: Tensor, tp: TensorParallel) -> tuple[Tensor, Tensor]:

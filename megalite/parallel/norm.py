@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megalite.parallel.collectives import TensorParallel, all_reduce, replicated_parameter
+from megalite.parallel.collectives import TensorParallel, all_reduce
 from megalite.parallel.linear import ONE_RANK, Recomputable, replicated_weight, sharded_parameter
 from megalite.parallel.shard import Initializer, Shard
 
@@ -34,7 +34,7 @@ class ReplicatedNorm(nn.Module):
         """`[batch, seq(/tp), hidden]` -> the same; with `is_kept=False` together with the way to compute it again, for
         a product, which then does not keep it."""
         parameters = list(self.parameters())
-        y = self.normalize(x, *(replicated_parameter(parameter, self.tp) for parameter in parameters))
+        y = self.normalize(x, *parameters)
         if is_kept:
             return y
         # copies: when backward comes to the product, ZeRO-3 has not gathered this layer's parameters yet

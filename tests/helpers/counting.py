@@ -224,7 +224,7 @@ def block_of(case: BlockCase) -> Iterator[tuple[DecoderBlock, BlockInput]]:
     """Builds the case's block and its input; both live as long as their process group."""
     model, dtype = case.config, torch.get_default_dtype()
     with fake_group(case.tp) as group:
-        tp = TensorParallel(case.tp, 0, group, case.sequence_parallel, sums_parameters_at_step=True)
+        tp = TensorParallel(case.tp, 0, group, case.sequence_parallel)
         torch.set_default_dtype(torch.bfloat16)
         try:
             with torch.device(case.device):

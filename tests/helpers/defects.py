@@ -29,7 +29,7 @@ from megalite.engine.pipeline.pipeline_runtime import ProgramRun
 from megalite.engine.reduction.gradient_reduction import GradientReducer
 from megalite.engine.reduction.partitioned_step import PartitionedStep
 from megalite.engine.statistics.source_losses import SourceLosses
-from megalite.parallel.collectives import TensorParallel, all_gather
+from megalite.parallel.collectives import TensorParallel, all_gather, parameter_in_parallel_region
 from megalite.schedules.program import Compute, Message, MessageKind, Receive
 
 
@@ -177,10 +177,12 @@ def norm_gradients_of_a_slice() -> None:
 
 def norm_gradients_are_summed_twice() -> None:
     """In the backward of every micro-batch and once more at the end of the step."""
-    original = norm.replicated_parameter
-    norm.replicated_parameter = lambda parameter, tp: original(
-        parameter, dataclasses.replace(tp, sums_parameters_at_step=False)
-    )
+    original = norm.RMSNorm.normalize
+
+    def normalize(self: norm.RMSNorm, x: Tensor, weight: Tensor) -> Tensor:
+        return original(self, x, parameter_in_parallel_region(weight, self.tp))
+
+    norm.RMSNorm.normalize = normalize  # type: ignore[method-assign]
 
 
 def recomputation_cuts_the_graph() -> None:

@@ -135,7 +135,6 @@ def gradient_of_learned_positions_is_of_a_slice() -> None:
         return parameter
 
     decoder.replicated_weight = weight
-    decoder.replicated_parameter = lambda parameter, tp: parameter
 
 
 def norm_is_not_centered() -> None:

@@ -12,10 +12,11 @@ from megalite.config import ModelConfig
 from megalite.config.sections import RouterConfig
 from megalite.engine.statistics.expert_bias import ExpertCounts
 from megalite.parallel.collectives import TensorParallel
-from megalite.parallel.deferred_weight_gradients import put_off_weight_gradients, root_of_weight_gradients
+from megalite.parallel.deferred_weight_gradients import compute_put_off, put_off_weight_gradients
 from megalite.parallel.expert_balance import PlacedBalance
 from models.experts import SparseMLP
 from tests.helpers.counting import CallLog
+from tests.helpers.late_gradients import Sums
 from tests.performance.budgets import KERNELS_OF_BALANCE_LOSSES, KERNELS_OF_EXPERTS
 
 
@@ -34,7 +35,7 @@ def kernels_of_layer(experts: int, losses: RouterConfig, *, is_split: bool = Fal
     with CallLog() as backward:
         y.backward(torch.empty_like(y))
         if queue is not None:
-            root_of_weight_gradients(queue.take()[-2:]).backward()
+            compute_put_off(queue.take()[-2:], Sums())
     return [call.name for call in forward.calls], [call.name for call in backward.calls]
 
 
@@ -44,8 +45,7 @@ def test_kernels_do_not_grow_with_the_experts_and_nothing_waits_for_the_device(i
     assert few == many
     forward, backward = many
     assert (forward + backward).count("_grouped_mm") == 6, "a product and two gradients of each projection"
-    if not is_split:  # that makes scalars besides, from which the late gradients come
-        assert (len(forward), len(backward)) == KERNELS_OF_EXPERTS
+    assert (len(forward), len(backward)) == KERNELS_OF_EXPERTS
 
 
 def test_balance_losses_cost_a_few_kernels() -> None:

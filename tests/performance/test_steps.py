@@ -80,10 +80,8 @@ def _passes_over_weight_gradients(rank: int, case: Case) -> tuple[int, int]:
     Layers hand their products to the reducer, as on a GPU.
     """
     engine = engine_of(case)
-    weights = [layer.weight for layer in engine.deepspeed.module.modules() if isinstance(layer, LinearLayer)]
-    for weight in weights:
-        weight.gradient_sums = engine.reducer  # type: ignore[attr-defined]
-    shapes = {weight.shape for weight in weights}
+    engine.reducer.takes_products = True
+    shapes = {each.weight.shape for each in engine.deepspeed.module.modules() if isinstance(each, LinearLayer)}
     (batch, *_) = global_batches(case)
     mine = micro_batches_of(engine, case, batch)
     calls = calls_of(lambda: engine.train_step(mine, 1e-3))

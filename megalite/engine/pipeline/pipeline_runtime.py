@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalite.engine.pipeline.handover import Handover
 from megalite.engine.pipeline.stage_messages import MessageLayout, PipelineGroups
 from megalite.engine.stages import Chunk, Labels
-from megalite.parallel.deferred_weight_gradients import PutOffProduct, WeightGradientQueue, root_of_weight_gradients
+from megalite.parallel.deferred_weight_gradients import PutOffProduct, WeightGradientQueue, compute_put_off
+from megalite.parallel.gradient_accumulation_fusion import SumsGradients
 from megalite.parallel.layers import BlockInput
 from megalite.schedules.passes import PassKind
 from megalite.schedules.program import Compute, Message, MessageKind, Program, Receive, Send
@@ -32,11 +32,12 @@ class StageContext:
     chunks: Mapping[int, Chunk]  # of this rank, by position in the model
     last_position: int  # of the model
     transport: PipelineGroups
-    handover: Handover
+    backward: Callable[[Tensor, Tensor | None], None]  # from an output with its gradient, or from a loss
     activity: Activity
     ranks: Sequence[int]  # the global rank of each stage of this pipeline
     compute_peers: tuple[int, ...]
     put_off: WeightGradientQueue | None  # of a schedule that splits backward
+    sums: SumsGradients  # of weight gradients that are put off
 
 
 class _Transfer(NamedTuple):
@@ -149,10 +150,7 @@ class ProgramRun:
             gradient = self._taken(action.needs)
         self._record_pass(Operation.BACKWARD, action, self._context.compute_peers)
         inputs, output = self._alive.pop((position, number))
-        if gradient is None:
-            self._context.handover.scalar(lambda: output.view_as(output))
-        else:
-            self._context.handover.gradients([output], [gradient])
+        self._context.backward(output, gradient)
         if position > 0:
             assert inputs.hidden.grad is not None
             self._results[MessageKind.GRADIENT, position - 1, number] = inputs.hidden.grad
@@ -161,9 +159,7 @@ class ProgramRun:
 
     def _weight_gradients(self, action: Compute) -> None:
         self._record_pass(Operation.WEIGHT_GRADIENT, action, self._context.compute_peers)
-        products = self._put_off.pop((action.position, action.micro_batch))
-        if products:
-            self._context.handover.scalar(lambda: root_of_weight_gradients(products))
+        compute_put_off(self._put_off.pop((action.position, action.micro_batch)), self._context.sums)
 
     def _record_pass(self, operation: Operation, action: Compute, peers: tuple[int, ...]) -> None:
         self._context.activity.record_op(operation, action.micro_batch + 1, peers, self._chunk(action.position))

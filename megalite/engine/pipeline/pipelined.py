@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -17,7 +18,7 @@ from megalite.engine.batch_transfer import DeviceBatch, MicroBatch
 from megalite.engine.deepspeed.process_groups import group_among
 from megalite.engine.deepspeed.zero_3 import let_stages_differ
 from megalite.engine.engine import Engine
-from megalite.engine.pipeline.handover import Handover
+from megalite.engine.pipeline.handover import hand_over
 from megalite.engine.pipeline.pipeline_runtime import ProgramRun, StageContext
 from megalite.engine.pipeline.stage_messages import MessageLayout, PipelineGroups
 from megalite.engine.pipeline.tying import TiedHead, TiedWeight
@@ -58,7 +59,6 @@ class PipelinedEngine(Engine):
             weight = chunks[0].serial.layers[specs[-1].module_key].weight
             assert isinstance(weight, nn.Parameter)
             self._tied_embedding = weight if weight.requires_grad else None
-        self._handover = Handover(self.deepspeed)
         self._groups.open(self._device)
         is_split = self._schedule in SPLITS_BACKWARD
         self.put_off = put_off_weight_gradients(self.deepspeed.module) if is_split else None
@@ -66,11 +66,12 @@ class PipelinedEngine(Engine):
             chunks,
             len(self._placement) - 1,
             self._groups,
-            self._handover,
+            partial(hand_over, self.deepspeed),
             activity,
             self._ranks,
             self._compute_peers,
             self.put_off,
+            self.reducer,
         )
         self._forward_programs: dict[int, Program] = {}  # by the number of micro-batches
         self._prepare_steps()

@@ -17,6 +17,8 @@ class TiedHead:
     The copy is a plain tensor, no parameter, so that nobody shards, steps, counts or saves it.
     """
 
+    takes_products, is_fp32 = False, True  # as `SumsGradients`
+
     def __init__(self, module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
         parameter = module.weight
         assert isinstance(parameter, nn.Parameter)
@@ -27,17 +29,22 @@ class TiedHead:
         self._gradient: Tensor | None = None
         self._received = 0  # gradients in it
         if is_trained:
+            self.weight.gradient_sums = self  # type: ignore[attr-defined]
             self.weight.register_post_accumulate_grad_hook(self._add)
 
+    def sum_of(self, weight: Tensor) -> Tensor:
+        if self._gradient is None:
+            self._gradient = torch.zeros_like(weight, dtype=torch.float32)
+        return self._gradient
+
     def _add(self, weight: Tensor) -> None:
-        assert weight.grad is not None
-        self._gradient = weight.grad.float() if self._gradient is None else self._gradient.add_(weight.grad)
+        if weight.grad is not None:  # else the head's loss has added it
+            self.sum_of(weight).add_(weight.grad)
         self._received += 1
         weight.grad = None
 
     def take_gradient(self, micro_batches: int) -> Tensor:
-        """Returns the gradient summed over the step's micro-batches, `[vocab/tp, hidden]` in fp32. Raises RuntimeError
-        if that of one never came."""
+        """Returns the sum over a step's micro-batches, `[vocab/tp, hidden]`. Raises RuntimeError if one never came."""
         gradient, received, self._gradient, self._received = self._gradient, self._received, None, 0
         if gradient is None or received < micro_batches:
             raise RuntimeError(f"only {received} of {micro_batches} gradients of the tied head {self.name} came")

@@ -40,6 +40,7 @@ class BucketSlice:
     received: int = 0
     wanted: int = 0  # of `expected`, before the next round can begin
     is_held: bool = False  # whether the flat sum holds gradients of it
+    is_open: bool = False  # whether layers add to the flat sum, so that a hook without a gradient counts one
 
     def __str__(self) -> str:
         shard = getattr(self.parameter, "shard", None)  # none outside of a model of ours
@@ -130,6 +131,9 @@ class GradientReducer:
         self._order = sorted(buckets, key=lambda bucket: -min(positions[one.parameter] for one in bucket.slices))
         self.device = next(iter(positions)).device
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        # on a CPU a GEMM that adds takes longer than the passes it saves
+        self.takes_products = self._stream is not None
+        self.is_fp32 = all(bucket.dtype == torch.float32 for bucket in buckets)
         self._in_rounds = in_rounds and self._size > 1
         self._rounds = 0  # reductions of each bucket in this step; no step has begun
         self._started = 0  # reductions in this step
@@ -137,8 +141,7 @@ class GradientReducer:
         take = partial(GradientReducer._take, weakref.proxy(self))  # torch's hooks would keep this object for ever
         for parameter in positions:
             parameter.register_post_accumulate_grad_hook(take)
-            if self._stream is not None:  # on a CPU the GEMM that adds takes longer than the passes it saves
-                parameter.gradient_sums = self  # type: ignore[attr-defined]
+            parameter.gradient_sums = self  # type: ignore[attr-defined]
 
     def expect_more(self, parameter: nn.Parameter, count: int) -> None:
         """Says that from now on a weight gets `count` gradients more in a step than there are micro-batches, as a tied
@@ -163,27 +166,36 @@ class GradientReducer:
         """Adds `grad^T x`, a new gradient of a weight, to its bucket; layers call it in backward."""
         bucket, one = self._expected(parameter)
         add_product(one.view_of(bucket.open(grad.device)), grad, x, is_first=not one.is_held)
+        one.is_held = True
         self._count(bucket, one)
+
+    def sum_of(self, parameter: Tensor) -> Tensor:
+        """Returns a parameter's part of the flat sum for a layer to add a gradient to, before backward or in it; the
+        hook counts it, which has nothing to take then."""
+        bucket, one = self._expected(parameter)
+        own = one.view_of(bucket.open(parameter.device))
+        is_first, one.is_held, one.is_open = not one.is_held, True, True
+        return own.zero_() if is_first else own
 
     def _take(self, parameter: nn.Parameter) -> None:
         """Adds a parameter's new gradient to its bucket; runs behind each accumulation into `grad`."""
         gradient, parameter.grad = parameter.grad, None
-        if gradient is not None:  # else a layer has put it off, and hands it over later, or has called `add_product`
+        if gradient is not None:  # else a layer has put it off, and hands it over later, or has added it
             self.add(parameter, gradient)
+        elif self._place[parameter][1].is_open:
+            self._count(*self._expected(parameter))
 
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Adds a new gradient of a parameter, in any format, to its bucket."""
         bucket, one = self._expected(parameter)
         own = one.view_of(bucket.open(gradient.device))
-        if one.is_held:
-            own.add_(gradient)
-        else:
-            own.copy_(gradient)  # over the last step's
+        (own.add_ if one.is_held else own.copy_)(gradient)  # copied over the last step's
+        one.is_held = True
         self._count(bucket, one)
 
-    def _expected(self, parameter: nn.Parameter) -> tuple[Bucket, BucketSlice]:
+    def _expected(self, parameter: Tensor) -> tuple[Bucket, BucketSlice]:
         """Returns the place of a gradient that has come. Raises RuntimeError if none is expected."""
-        bucket, one = self._place[parameter]
+        bucket, one = self._place[parameter]  # type: ignore[index]
         # one too many may come while its bucket waits, and would stand for one of another parameter that never comes
         if one.received == one.expected or self._started == self._rounds * len(self._buckets):
             raise RuntimeError(
@@ -195,7 +207,7 @@ class GradientReducer:
 
     def _count(self, bucket: Bucket, one: BucketSlice) -> None:
         bucket.missing -= one.received < one.wanted
-        one.received, one.is_held = one.received + 1, True
+        one.received += 1
         self._start_complete()
 
     def _start_complete(self) -> None:

@@ -284,17 +284,24 @@ class _StageKind:
         weight = rows * model.hidden_size
         of_products = 4 if is_wide or job.dtype == "fp16" else self.size
         is_added = is_wide or is_compiled  # in the GEMM; else its product is a matrix of its own
+        # the sum is the reducer's, or one of the loss alone until backward
+        is_summed = job.dtype != "fp16" and job.gradient_accumulation_dtype == "fp32" and not job.trains_adapters
         gradients = 0.0
-        if not self.job.trains_adapters:
-            gradients = 4.0 * weight + (0 if is_added else of_products * weight * (tokens > chunk))
+        if not job.trains_adapters:
+            has_products = not is_added and (is_summed or tokens > chunk)
+            gradients = 4.0 * weight * (not is_summed) + of_products * weight * has_products
         gradients += 4.0 * weight if is_wide and self.size < 4 else 0.0  # the head, widened
         gradients += of_products * tokens * model.hidden_size
         # the last block's output and its norm's, which products read whole
         head = self.passing + self.whole + (self.passing if self.passing < self.whole else 0.0)
-        return self._during(head, logits=logits, working=gradients)
+        return self._during(head, logits=logits, working=gradients, **(self._first_gradient() if is_summed else {}))
 
     def _backward_starts(self) -> Moment:
         working = self.last.backward + self.states.one_gradient * self.largest_of_blocks
+        return self._during(self.passing, working=working, **self._first_gradient())
+
+    def _first_gradient(self) -> Moment:
+        """Returns the bytes of flat sums and bucket once they hold the first gradient of a step, the head's."""
         first = 0.0
         if self.shape.has_head and self.states.opened:
             first = BYTES[self.job.gradient_accumulation_dtype] * self.embedding
@@ -302,8 +309,7 @@ class _StageKind:
             first = self.states.opened
         if self.states.opened and self.job.micro_batches > 1:  # it has been opened before
             first = 0.0
-        buckets = {"communication buffers": self._bucket(self.embedding)}
-        return self._during(self.passing, working=working, gradients=first, **buckets)
+        return {"gradients": first, "communication buffers": self._bucket(self.embedding)}
 
     def _backward_ends(self) -> Moment:
         """Returns the larger of two moments: all gradients exist and only the first block's activations of the last

@@ -91,7 +91,7 @@ def test_bf16_divides_the_engines_own_output_though_told_not_to() -> None:
     expected = _norm([1, 2, 3], parts=2)
     ((plain, times_one),) = run_fresh_ranks(_norms_with_and_without_a_product, 1, "bf16")
     assert times_one == pytest.approx(expected, rel=OF_BF16)
-    assert plain == pytest.approx(expected / 4, rel=OF_BF16), "fixed in DeepSpeed: handover.backward need not multiply"
+    assert plain == pytest.approx(expected / 4, rel=OF_BF16), "fixed in DeepSpeed: step.backward need not multiply"
 
 
 def _counted(collective: Callable[..., Any], sizes: list[int]) -> Callable[..., Any]:

@@ -16,7 +16,8 @@ from tests.helpers.rank_pool import run_ranks
 
 # a weight on two stages, and a key/value head that two tensor-parallel ranks share
 MODEL = {"tie_word_embeddings": True, "num_key_value_heads": 1}
-SERIAL = Case(accumulation=4, micro_batch=2, document_mask=True, model=MODEL)
+# with seed 7 a gradient nearly cancels, whose rounding AdamW makes a whole step
+SERIAL = Case(accumulation=4, micro_batch=2, document_mask=True, model=MODEL, seed=11)
 SCHEDULES = [
     replace(SERIAL, pp=2, schedule="1f1b", zero=2),
     replace(SERIAL, pp=2, schedule="interleaved"),
@@ -57,7 +58,7 @@ def _answers(rank: int, cases: list[Case]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("cases", [SCHEDULES, [FOLDED]], ids=["all", "with tensor parallelism"])
 def test_norms_evaluation_and_logits_under_every_schedule(cases: list[Case]) -> None:
-    """Sums in another order: 2e-5 of a loss or norm, 1e-4 of the largest logit after a step that AdamW has rounded up.
+    """Sums in another order: 2e-5 of a loss or norm and of the largest logit after a step that AdamW has rounded up.
 
     A norm that counts the tied weight on both of its stages is a tenth off, and so is one of key/value gradients that
     ranks have not summed, be it in the second half of a folded model alone."""
@@ -72,4 +73,4 @@ def test_norms_evaluation_and_logits_under_every_schedule(cases: list[Case]) -> 
             assert len(found) == case.tp, f"{case}: one stage holds the head"
             for logits in found:
                 assert logits.shape == truth.shape
-                assert np.abs(logits - truth).max() <= 1e-4 * np.abs(truth).max(), case
+                assert np.abs(logits - truth).max() <= 2e-5 * np.abs(truth).max(), case

@@ -67,6 +67,9 @@ def _run(rank: int, tp_size: int, sequence_parallel: bool) -> dict[str, Any]:
     network = built(tp)
     output = network(tokens, extra)
     (output * direction).sum().backward()
+    for parameter in network.parameters():
+        if getattr(parameter, "is_summed_at_step", False):  # as the engine does
+            dist.all_reduce(parameter.grad, group=tp.group)
     gradients = [
         (piece.name, piece.shape, piece.source, parameter.grad[piece.target])  # type: ignore[index]
         for parameter in network.parameters()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -29,6 +29,7 @@ from megalite.resilience.rank_state import RankState
 from megalite.schedules.program import Message, forward_programs, training_programs
 from megalite.schedules.tables import Schedule, check_schedule, placement
 from megalite.tracing.activity import NOBODY, RING, Activity, Note, Operation, Peers, Phase
+from tests.helpers.late_gradients import Sums
 
 STEPS = 3
 
@@ -53,16 +54,6 @@ class _Nobody:
         return False
 
     def wait(self) -> None: ...
-
-
-class _Gradients:
-    """A hand-over to torch's autograd, without DeepSpeed."""
-
-    def scalar(self, make: Callable[[], Tensor]) -> None:
-        make().backward()
-
-    def gradients(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        torch.autograd.backward(tensors, gradients)
 
 
 def _chunk(inputs: BlockInput, labels: None) -> Any:
@@ -91,11 +82,12 @@ class Pipeline:
             {place: _last_chunk if place == last else _chunk for place in range(last + 1) if where[place] == stage},  # type: ignore[misc]
             last,
             _Nobody(),
-            _Gradients(),  # type: ignore[arg-type]
+            lambda output, gradient: output.backward(gradient),
             activity,
             [mesh.rank(each, at.data_rank, at.tensor_rank) for each in range(stages)],
             activity.peers.stage,
             WeightGradientQueue() if self.schedule in SPLITS_BACKWARD else None,
+            Sums(),
         )
         layout = MessageLayout((1, 1, 1), torch.float32, torch.device("cpu"))
         programs = training_programs if is_trained else forward_programs

@@ -36,6 +36,8 @@ SGD = {"optimizer": "sgd", "learning_rate": 0.5}
 class _WatchedSums:
     """The reducer as a linear layer's weight knows it, and somebody who sees the products too."""
 
+    takes_products = True
+
     def __init__(self, sums: SumsGradients, see: Callable[[Tensor, Tensor], None]) -> None:
         self._sums, self._see = sums, see
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite.config import Config
-from megalite.engine.pipeline.handover import Handover
+from megalite.engine.pipeline.handover import hand_over
 from megalite.engine.pipeline.pipeline_runtime import ProgramRun, StageContext
 from megalite.engine.pipeline.stage_messages import MessageLayout
 from megalite.engine.stages import Chunk, Labels
@@ -30,6 +30,7 @@ from megalite.schedules.program import Message, MessageKind, training_programs
 from megalite.schedules.tables import Schedule
 from megalite.tracing.activity import Activity
 from models.decoder import decoder_layers
+from tests.helpers.late_gradients import Sums
 
 BATCH, SEQUENCE, HIDDEN, MICRO_BATCHES = 2, 5, 12, 5
 
@@ -118,7 +119,15 @@ def _labels(number: int) -> Labels:
 def _run_stage(stage: int, chunk: Chunk, transport: _InOneProcess) -> tuple[Counter, int]:
     layout = MessageLayout((BATCH, SEQUENCE, HIDDEN), torch.float32, torch.device("cpu"))
     context = StageContext(
-        {stage: chunk}, 1, transport, Handover(_PlainBackward()), Activity(Mesh(), 0), [0, 1], (), None
+        {stage: chunk},
+        1,
+        transport,
+        partial(hand_over, _PlainBackward()),
+        Activity(Mesh(), 0),
+        [0, 1],
+        (),
+        None,
+        Sums(),
     )
     tokens, labels = ([each(number) for number in range(MICRO_BATCHES)] for each in (_numbers, _labels))
     _pass(stage, chunk, torch.zeros(BATCH, SEQUENCE, HIDDEN) if stage else tokens[0][0], labels[0])  # keeps rotations
