@@ -10,7 +10,6 @@ The queue belongs to the layers, because on CUDA backward runs in a thread of au
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -49,12 +48,9 @@ class WeightGradientQueue:
 
     def __init__(self) -> None:
         self._products: list[PutOffProduct] = []
-        self.watch: Callable[[nn.Parameter, Tensor], None] | None = None  # is given what `put` is
 
     def put(self, weight: nn.Parameter, grad: Tensor, x: Tensor, groups: RowGroups | None = None) -> None:
         """Adds a product; see `PutOffProduct`. Layers call it in backward."""
-        if self.watch is not None:
-            self.watch(weight, grad)
         self._products.append(PutOffProduct(weight, grad, x, groups))
 
     def take(self) -> list[PutOffProduct]:

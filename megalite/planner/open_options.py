@@ -46,7 +46,8 @@ def choose_open(
 
 def without_choice(config: Config, why: object) -> Choice:
     """Returns the simplest values, and why no others."""
-    return {path: OPEN[path] for path in config.open_options}, [f"schedule: 1f1b, because {why}"]
+    options = {path: OPEN[path] or config.precision.reduction_dtype for path in config.open_options}
+    return options, [f"{', '.join(f'{dotted(path)}: {options[path]}' for path in sorted(options))}, because {why}"]
 
 
 def summed_in_bf16(replicas: int) -> float:

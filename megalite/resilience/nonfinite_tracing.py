@@ -30,7 +30,6 @@ from megalite.engine.deepspeed.internals import resident_weights
 from megalite.engine.deepspeed.loss_scale import loss_scaler_state, set_loss_scaler_state
 from megalite.engine.engine import Engine
 from megalite.engine.parameter_state import read_gradients
-from megalite.engine.pipeline.pipelined import PipelinedEngine
 from megalite.engine.step_result import StepResult
 from megalite.parallel.loss import IGNORED
 from megalite.tracing.activity import Activity
@@ -325,16 +324,10 @@ def _nonfinite_hooks(engine: Engine) -> Iterator[list[FirstNonfinite]]:
     if (tied := engine.tied_weight) is not None and not isinstance(tied.weight, nn.Parameter):
         weights.append((tied.name, tied.weight))  # the head's copy, whose gradients leave its rank only as a sum
     for name, weight in weights:
-        if weight.requires_grad:
+        if weight.requires_grad:  # a weight with a hook gets its gradient in backward, also where others' are put off
             handles.append(weight.register_hook(partial(hooks.check_gradient, name)))
-    put_off = engine.put_off if isinstance(engine, PipelinedEngine) else None
-    if put_off is not None:  # a weight's place in backward, which its gradient leaves for later
-        names = {weight: name for name, weight in weights}
-        put_off.watch = lambda weight, gradient: hooks.check_gradient(names[weight], gradient)
     try:
         yield hooks.sightings
     finally:
-        if put_off is not None:
-            put_off.watch = None
         for handle in handles:
             handle.remove()

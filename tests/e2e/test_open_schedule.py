@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -38,3 +39,21 @@ def test_an_open_schedule_trains_as_the_same_one_named(stages: int, tiny: dict[s
     assert ours.step == 4 and ours.files == theirs.files and ours.config["parallel"] == theirs.config["parallel"]
     alone = train(tmp_path / "fourth", tiny, "parallel={}", "training.steps=5", world_size=1)
     assert not CHOSEN.search(alone) and f"parallel.pipeline_schedule '{name}' -> '1f1b'" in alone
+
+
+def test_an_unknown_accelerator_leaves_the_format_of_gradients_as_accumulated(
+    tiny: dict[str, Any], tmp_path: Path
+) -> None:
+    """Rank 0 decides for ranks that a launcher has started, where no accelerator can be described."""
+    tiny["precision"] = {"gradient_reduction_dtype": "auto"}
+    tiny["parallel"] = {"data_parallel_size": 2}
+    said = train(tmp_path / "first", tiny, fault=(_break_catalogue, ()))
+    assert re.search(r"precision.gradient_reduction_dtype: fp32, because .*hardware.yaml", said), said
+    written = yaml.safe_load((Path(tiny["run_dir"]) / "config.yaml").read_text())
+    assert written["precision"]["gradient_reduction_dtype"] == "fp32"
+
+
+def _break_catalogue(folder: Path, rank: int) -> None:
+    os.environ["XDG_CONFIG_HOME"] = str(folder)
+    (folder / "megalite").mkdir(exist_ok=True)
+    (folder / "megalite" / "hardware.yaml").write_text("accelerators: 3\n")

@@ -41,19 +41,6 @@ def planted(defect: Callable[[], None], rank: int, *arguments: Any) -> list[Arra
     return solve(rank, *arguments)
 
 
-class _ScaledGradient(torch.autograd.Function):
-    """The identity, whose gradient is multiplied by a factor."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad * ctx.factor, None
-
-
 def row_parallel_without_all_reduce() -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         return nn.functional.linear(x, self.weight)
@@ -127,8 +114,13 @@ def last_micro_batch_is_not_reduced() -> None:
         return train_step(self, *arguments, **options)
 
     def loss(*arguments: Any) -> Tensor:
-        value = head_loss(*arguments)
-        return _ScaledGradient.apply(value, next(factors)) if torch.is_grad_enabled() else value
+        with torch.no_grad():
+            value = head_loss(*arguments)
+        if not torch.is_grad_enabled():
+            return value
+        *others, weight = arguments
+        scaled = head_loss(*others, weight * next(factors))
+        return scaled + (value - scaled.detach())  # backward begins with 1, as the head's sum wants it
 
     engine.Engine.train_step, stages.head_loss = step, loss  # type: ignore[method-assign]
 
@@ -238,12 +230,13 @@ def hand_over_is_dropped() -> None:
 
 
 def gradient_is_handed_over_twice() -> None:
-    """Of the weights whose gradients were put off, within one backward: ZeRO-1's sums refuse one backward too many."""
+    """Of the weights whose gradients were put off, as one gradient that is twice its size: sums refuse one too many."""
     original = ProgramRun._weight_gradients
 
     def weight_gradients(self: Any, action: Compute) -> None:
         if action.micro_batch == 0:
-            self._put_off[action.position, 0] *= 2
+            products = self._put_off[action.position, 0]
+            products[:] = [product._replace(grad=2 * product.grad) for product in products]
         original(self, action)
 
     ProgramRun._weight_gradients = weight_gradients  # type: ignore[method-assign]

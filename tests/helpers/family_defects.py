@@ -148,7 +148,7 @@ def norm_is_not_centered() -> None:
 
 def loss_of_logits_without_their_cap() -> None:
     head_loss = stages.head_loss
-    stages.head_loss = lambda *arguments: head_loss(*arguments[:5], None)
+    stages.head_loss = lambda *arguments: head_loss(*arguments[:5], None, *arguments[6:])
 
 
 def scores_are_not_capped() -> None:

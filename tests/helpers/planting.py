@@ -105,7 +105,8 @@ def higher_losses(engine: Engine, replica: int, micro_batch: int, micro_batches:
 
     def head_loss(*arguments: Any) -> Tensor:
         is_here = engine.coordinate.data_rank == replica and next(calls) % micro_batches == micro_batch - 1
-        return original(*arguments) + (30.0 * int((arguments[2] != -100).sum()) if is_here else 0.0)
+        tokens = int((arguments[2] != -100).sum()) if is_here else 0
+        return original(*arguments) + 30.0 * tokens * arguments[8]  # the factor on a summed loss
 
     stages.head_loss = head_loss
     yield
@@ -116,7 +117,7 @@ def higher_losses(engine: Engine, replica: int, micro_batch: int, micro_batches:
 def another_loss(tensor_rank: int) -> Iterator[None]:
     """Each tensor-parallel rank computes the loss for itself: let it come out a little different."""
     original = stages.head_loss
-    stages.head_loss = lambda *arguments: original(*arguments) - 0.25 * tensor_rank
+    stages.head_loss = lambda *arguments: original(*arguments) - 0.25 * tensor_rank * arguments[8]
     yield
     stages.head_loss = original
 
