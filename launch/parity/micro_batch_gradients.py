@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
@@ -36,16 +36,24 @@ class MicroBatchGradients:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Adds up what backward computes within the `with`."""
+        """Adds up what the reducer gets within the `with`. A hook would have a weight's gradient put off no more."""
         assert not self._calls, "one step is watched"
-        weights: set[Tensor] = {each for _, each in self._engine.trained_parameters()}
-        weights |= set() if self._tied is None else {self._tied.weight}
-        handles = [each.register_hook(partial(self._add, each)) for each in weights]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        reducer, head = self._engine.reducer, None if self._tied is None else self._tied.weight
+        add, former = reducer.add, (reducer.takes_products, reducer.is_fp32)
+
+        def added(parameter: nn.Parameter, gradient: Tensor) -> None:
+            self._add(parameter, gradient)
+            add(parameter, gradient)
+
+        reducer.add = added  # type: ignore[method-assign]
+        reducer.takes_products = reducer.is_fp32 = False  # each gradient apart
+        with ExitStack() as undo:
+            if head is not None and not isinstance(head, nn.Parameter):  # of which the reducer gets the sum
+                undo.callback(head.register_hook(partial(self._add, head)).remove)
+            try:
+                yield
+            finally:
+                reducer.add, (reducer.takes_products, reducer.is_fp32) = add, former  # type: ignore[method-assign]
 
     def _add(self, parameter: Tensor, gradient: Tensor) -> None:
         self._calls[parameter] += 1
