@@ -94,8 +94,10 @@ def _train(engine: Engine, layout: ParityLayout, training: Training) -> Iterator
     losses, norms = [], []
     of_steps: list[ArrayBlock] = []
 
-    def take(number: int, backward: MicroBatchGradients, parameter: nn.Parameter, gradient: Tensor) -> None:
+    def take(number: int, parameter: nn.Parameter, gradient: Tensor) -> None:
         of_steps.extend(_pieces(quantity("gradient", number), parameter, gradient))
+
+    def compare(number: int, backward: MicroBatchGradients, parameter: nn.Parameter, gradient: Tensor) -> None:
         errors = backward.errors(parameter, gradient)
         of_steps.extend(_largest(quantity(REDUCTION, number), parameter, errors, layout.world_size))
 
@@ -104,9 +106,12 @@ def _train(engine: Engine, layout: ParityLayout, training: Training) -> Iterator
         micro_batches = _fed(engine, training.micro_batches(layout.accumulation, step), batch)
         with ExitStack() as watched:
             if step == 0 or training.is_deep:
-                backward = MicroBatchGradients(engine)
+                watched.enter_context(reading_gradients(engine, partial(take, step + 1)))
+            if step == min(1, len(training.batches) - 1) or (step and training.is_deep):
+                backward = MicroBatchGradients(engine)  # has each gradient made apart: not in step 1
                 watched.enter_context(backward.watching())
-                watched.enter_context(reading_gradients(engine, partial(take, step + 1, backward)))
+                number = step + 1 if training.is_deep else 1
+                watched.enter_context(reading_gradients(engine, partial(compare, number, backward)))
             result = engine.train_step(micro_batches, training.learning_rate(step))
         losses.append(float(result.loss))
         norms.append(float(result.grad_norm))

@@ -172,7 +172,9 @@ def norm_gradients_are_summed_twice() -> None:
     original = norm.RMSNorm.normalize
 
     def normalize(self: norm.RMSNorm, x: Tensor, weight: Tensor) -> Tensor:
-        return original(self, x, parameter_in_parallel_region(weight, self.tp))
+        if self.tp.sequence_is_cut:
+            weight = parameter_in_parallel_region(weight, self.tp)
+        return original(self, x, weight)
 
     norm.RMSNorm.normalize = normalize  # type: ignore[method-assign]
 
