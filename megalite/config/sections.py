@@ -428,8 +428,7 @@ class MonitorConfig(Section):
     """Console output, plots and tracking services."""
 
     log_interval: PositiveInt = 1
-    """Steps between lines on the console, and between entries of losses by source and of what steps went into. Behind
-    the first hundred steps of a session there are at most four lines, and entries of what steps went into, a second."""
+    """Steps between console lines, losses by source and parts of a step; docs/observing.md tells their pace."""
 
     timeline: TimelineConfig = Field(default_factory=TimelineConfig)
     """Timelines of chosen steps."""

@@ -152,6 +152,9 @@ def _observed(model: ModelConfig, tp: TensorParallel, positions: Tensor | None, 
     output = attend(attention, hidden, positions)
     (output * direction[:, rows]).sum().backward()
     assert hidden.grad is not None
+    for parameter in attention.parameters():
+        if getattr(parameter, "is_summed_at_step", False):  # as the engine does
+            dist.all_reduce(parameter.grad, group=tp.group)
     place = (slice(None), rows)
     return [
         ("output", place, output.detach()),
