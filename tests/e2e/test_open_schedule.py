@@ -17,13 +17,18 @@ from tests.helpers.warm_runs import train
 CHOSEN = re.compile(r"schedule: (\S+) [\d.]+% idle")
 
 
-@pytest.mark.parametrize("stages", [2, 4])
-def test_an_open_schedule_trains_as_the_same_one_named(stages: int, tiny: dict[str, Any], tmp_path: Path) -> None:
-    """Losses, norms and weights to the bit, with a resume in the middle; a resume in another layout chooses anew."""
+def _open(tiny: dict[str, Any], stages: int) -> None:
+    """Makes `tiny` a pipeline that would have 1F1B under its name alone."""
     tiny["model"]["num_hidden_layers"] = 2 * stages
     tiny["parallel"] = {"pipeline_parallel_size": stages}
     tiny["training"] |= {"global_batch_size": 8, "micro_batch_size": 1}
     tiny |= {"checkpoint": {"interval": 2}, "schedule": {"name": "constant"}}
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_an_open_schedule_trains_as_the_same_one_named(stages: int, tiny: dict[str, Any], tmp_path: Path) -> None:
+    """Losses, norms and weights to the bit, with a resume in the middle; a resume in another layout chooses anew."""
+    _open(tiny, stages)
     said = train(tmp_path / "first", tiny, "training.steps=2", world_size=stages)
     (name,) = CHOSEN.findall(said)
     assert name != "1f1b", "the case that this test is for"
@@ -39,6 +44,16 @@ def test_an_open_schedule_trains_as_the_same_one_named(stages: int, tiny: dict[s
     assert ours.step == 4 and ours.files == theirs.files and ours.config["parallel"] == theirs.config["parallel"]
     alone = train(tmp_path / "fourth", tiny, "parallel={}", "training.steps=5", world_size=1)
     assert not CHOSEN.search(alone) and f"parallel.pipeline_schedule '{name}' -> '1f1b'" in alone
+
+
+def test_a_run_keeps_the_schedule_of_its_checkpoint(tiny: dict[str, Any], tmp_path: Path) -> None:
+    """One of before, that had 1F1B without a word, goes on as it was though another is faster; a name overrules it."""
+    _open(tiny, 2)
+    train(tmp_path / "first", tiny, "parallel.pipeline_schedule=1f1b", "training.steps=1")
+    said = train(tmp_path / "second", tiny, "training.steps=2")
+    assert re.search(r"schedule: 1f1b [\d.]+% idle \(as in the newest checkpoint", said), said
+    train(tmp_path / "third", tiny, "parallel.pipeline_schedule=zero-bubble", "training.steps=3")
+    assert "schedule: zero-bubble" in train(tmp_path / "fourth", tiny)
 
 
 def test_an_unknown_accelerator_leaves_the_format_of_gradients_as_accumulated(
