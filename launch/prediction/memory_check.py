@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from launch.errors import LaunchError
@@ -59,15 +60,11 @@ class MemoryForecast:
         share = f"{gib(self.needed)} of the {has} ({self.needed / self.available:.0%})"
         if self.needed > self.available:
             copy = " or checkpoint.background false" if self.allocator.kind == "cpu" else ""
-            remedy = f"a smaller training.micro_batch_size, recompute.mode full{self._bucket}{copy} needs less"
+            largest = [max(stage.parts, key=lambda part: stage.parts[part]) for stage in self.stages]
+            bucket = f" or a smaller {dotted(BUCKET)}" if "communication buffers" in largest else ""
+            remedy = f"a smaller training.micro_batch_size, recompute.mode full{bucket}{copy} needs less"
             return f"predicted memory: {share}, more than there is: the run may be killed for want of memory; {remedy}"
         return f"predicted memory: {share}: predictions are good to some {MARGIN / 2:.0%}, so it may not fit"
-
-    @property
-    def _bucket(self) -> str:
-        """A smaller gradient bucket as a remedy, where buffers like it are the largest part of a stage's memory."""
-        largest = [max(stage.parts, key=lambda part: stage.parts[part]) for stage in self.stages]
-        return f" or a smaller {dotted(BUCKET)}" if "communication buffers" in largest else ""
 
     def facts(self) -> dict[str, Any]:
         """Returns the forecast as JSON holds it."""
@@ -82,10 +79,8 @@ class MemoryForecast:
 def forecast_memory(
     config: Config, layout: ResolvedLayout, allocator: Device, available: int, ranks_per_host: int
 ) -> MemoryForecast | None:
-    """Predicts the memory of each rank, with `available` bytes on each GPU, or on each host of CPU ranks.
-
-    `allocator` is that of a CPU rank, or `CUDA`. Returns None where state is offloaded, which the planner cannot count.
-    """
+    """Predicts the memory of each rank, with `available` bytes on each GPU, or on each host of CPU ranks; None where
+    `deepspeed` offloads state, which the planner cannot count. `allocator` is that of a CPU rank, or `CUDA`."""
     if any(has(config.deepspeed, path) for path in OFFLOADED):
         return None
     on_cpu = allocator.kind == "cpu"
@@ -115,13 +110,18 @@ def refuse_what_cannot_fit(
     forecast: MemoryForecast | None,
     machine: Callable[[], Cluster],
     ranks_per_host: int,
+    host_bytes: int | None = None,
 ) -> None:
-    """Raises LaunchError if the run cannot fit, with the nearest layout that does.
-
-    `machine` describes the accelerators of the run; it is called for a refusal alone. Without it, where the catalogue
-    does not know them, the sentence names no other layout.
-    """
-    if forecast is None or not forecast.cannot_fit:
+    """Raises LaunchError if the run cannot fit, with the nearest layout that does; also if a host's `host_bytes` do
+    not hold what GPU ranks keep there. `machine` describes the accelerators; it is called for a refusal alone. Where
+    the catalogue does not know them, the sentence names no other layout."""
+    if forecast is None:
+        return
+    on_host = ranks_per_host * fmean(stage.on_host for stage in forecast.stages)
+    if host_bytes is not None and forecast.is_certain and (1 - MARGIN) * on_host > host_bytes:
+        needs = f"{ranks_per_host} ranks need {gib(on_host)} of this host's own memory, which has {gib(host_bytes)}"
+        raise LaunchError(f"{needs}: offload less or use more hosts; --force starts it all the same")
+    if not forecast.cannot_fit:
         return
     own = TrainingWorkload.of(config, layout).layout
     has = f"{forecast.owner} has {gib(forecast.available)}{forecast.sharing}"

@@ -18,7 +18,7 @@ CHOSEN = re.compile(r"schedule: (\S+) [\d.]+% idle")
 
 
 def _open(tiny: dict[str, Any], stages: int) -> None:
-    """Makes `tiny` a pipeline that would have 1F1B under its name alone."""
+    """Makes `tiny` a pipeline for which another schedule than 1F1B is faster."""
     tiny["model"]["num_hidden_layers"] = 2 * stages
     tiny["parallel"] = {"pipeline_parallel_size": stages}
     tiny["training"] |= {"global_batch_size": 8, "micro_batch_size": 1}

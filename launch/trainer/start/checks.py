@@ -89,6 +89,7 @@ def check_start(config: Config, flags: StartFlags, *, is_dry: bool = False) -> C
             memory,
             lambda: describe_machine(layout.world_size, on_cpu=on_cpu, limits=UNMEASURED).cluster,
             layout.world_size,
+            host_memory_bytes(),
         )
     return CheckedRun(position, layout, device, environment, in_words, memory, overrides, notices)
 

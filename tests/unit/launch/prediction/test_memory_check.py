@@ -21,6 +21,7 @@ from launch.trainer.start.rank_devices import check_memory_of_ranks, format_devi
 from megalite.config import Config, ConfigError, ResolvedLayout, resolve_layout
 from megalite.config.auto import CHOOSABLE
 from megalite.planner.cost.memory import CPU, CUDA
+from megalite.planner.cost.stage_parameters import parameters
 from megalite.planner.explanation import BUCKET, SMALL_BUCKET
 from megalite.planner.hardware import Cluster, ClusterFile, cluster_of
 from megalite.planner.search import search
@@ -99,6 +100,23 @@ def test_a_refusal_names_the_nearest_layout_that_fits(tiny: dict[str, Any]) -> N
     assert not forecast_of(advised, 2, found.available).cannot_fit
     with pytest.raises(LaunchError, match=r"fits in no layout on 2 x .*--force starts it all the same"):
         refuse_what_cannot_fit(config, layout, forecast_of(config, 2, 2**20), machine, 2)
+
+
+def test_gpu_ranks_are_refused_where_the_host_does_not_hold_what_is_offloaded(tiny: dict[str, Any]) -> None:
+    """AdamW's two moments and the fp32 weights of two replicas: 12 bytes a parameter, beside nothing else of size."""
+    config = config_of(tiny | {"offload": {"optimizer": "cpu"}, "precision": {"dtype": "bf16"}}, data_parallel_size=2)
+    layout = resolve_layout(config, 2, "cuda")
+    found = forecast_memory(config, layout, CUDA, 2**40, 2)
+    assert found is not None
+    on_host = 2 * found.stages[0].on_host
+    assert on_host >= 12 * parameters(config.model)
+    refuse_what_cannot_fit(config, layout, found, no_machine, 2, round(on_host))
+    with pytest.raises(LaunchError, match=r"^2 ranks need .* of this host's own memory, which has .*--force"):
+        refuse_what_cannot_fit(config, layout, found, no_machine, 2, round((1 - 1.01 * MARGIN) * on_host))
+
+
+def no_machine() -> Cluster:
+    raise AssertionError("nothing is searched")
 
 
 def test_advice_is_searched_with_the_malloc_that_ranks_have(tiny: dict[str, Any]) -> None:
