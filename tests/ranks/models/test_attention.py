@@ -28,6 +28,7 @@ from tests.helpers.hub_attention import (
     with_weights_of,
 )
 from tests.helpers.rank_pool import run_ranks
+from tests.helpers.replicated_gradients import sum_parts
 
 SEQ = 23
 PLAIN = torch.arange(SEQ).expand(2, SEQ)
@@ -152,9 +153,7 @@ def _observed(model: ModelConfig, tp: TensorParallel, positions: Tensor | None, 
     output = attend(attention, hidden, positions)
     (output * direction[:, rows]).sum().backward()
     assert hidden.grad is not None
-    for parameter in attention.parameters():
-        if getattr(parameter, "is_summed_at_step", False):  # as the engine does
-            dist.all_reduce(parameter.grad, group=tp.group)
+    sum_parts(attention, tp)
     place = (slice(None), rows)
     return [
         ("output", place, output.detach()),

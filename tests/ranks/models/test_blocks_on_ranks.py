@@ -15,6 +15,7 @@ from megalite.parallel.collectives import TensorParallel
 from megalite.parallel.layers import named_shards
 from tests.helpers.engine_cases import Case, assemble, engine_of, global_batches, local_weights, micro_batches_of
 from tests.helpers.rank_pool import run_ranks
+from tests.helpers.replicated_gradients import sum_parts
 from tests.unit.models.test_blocks import EXPERTS, GEMMA2, GPT2, KV, NEOX, OLMO2, PACKED, SIZES, SLIDING, TOKENS, built
 
 CUT = [
@@ -38,6 +39,7 @@ def _on_rank(rank: int, tp_size: int, cases: list[tuple[int, bool, bool]]) -> li
         if tp.sequence_is_cut:
             direction = direction.chunk(tp_size, dim=1)[rank]
         (hidden * direction).sum().backward()
+        sum_parts(ours, tp)
         gradients = [
             (piece.name, piece.source, parameter.grad[piece.target])  # type: ignore[index]
             for name, parameter in named_shards(ours)

@@ -14,6 +14,7 @@ from megalite.parallel.collectives import TensorParallel, gather_heads
 from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megalite.parallel.norm import LayerNorm, RMSNorm
 from tests.helpers.rank_pool import run_ranks
+from tests.helpers.replicated_gradients import sum_parts
 
 VOCAB, HIDDEN, FEATURES, SEQUENCE = 13, 6, 7, 8  # vocabulary and features divide by neither 2 nor 4
 NEAR = 1e-12  # float64, sums in another order
@@ -67,9 +68,7 @@ def _run(rank: int, tp_size: int, sequence_parallel: bool) -> dict[str, Any]:
     network = built(tp)
     output = network(tokens, extra)
     (output * direction).sum().backward()
-    for parameter in network.parameters():
-        if getattr(parameter, "is_summed_at_step", False):  # as the engine does
-            dist.all_reduce(parameter.grad, group=tp.group)
+    sum_parts(network, tp)
     gradients = [
         (piece.name, piece.shape, piece.source, parameter.grad[piece.target])  # type: ignore[index]
         for parameter in network.parameters()
