@@ -22,11 +22,7 @@ import torch
 from torch import Tensor
 
 from megalite.parallel.collectives import TensorParallel, all_gather, enter_parallel_region
-from megalite.parallel.gradient_accumulation_fusion import (
-    add_product,
-    sum_in_place,
-    wide_product,
-)
+from megalite.parallel.gradient_accumulation_fusion import add_product, sum_in_place, wide_product
 from megalite.parallel.linear import multipliable
 from megalite.parallel.softmax_passes import compiled_passes
 
