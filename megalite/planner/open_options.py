@@ -62,6 +62,8 @@ def _schedule(found: list[LayoutCandidate], former: Any, cluster: Cluster) -> tu
     name, room = taken.layout.pipeline_schedule, room_for(found[0], cluster)
     if kept:
         beside = f"as in the newest checkpoint; {dotted(SCHEDULE)} names another"
+    elif not any(one.time.parts["pipeline bubble"] for one in found):
+        return name, f"schedule: {name}, as stages share cores, which none of {len(found)} schedules would leave idle"
     else:
         others = [f"{_idle(one)}{' but too large' * (one.fullest.total > room)}" for one in found if one is not taken]
         beside = ", ".join(others) + f"; none that fits saves {ERROR:.1%} of a step" * (taken is found[0])
