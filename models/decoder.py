@@ -124,9 +124,8 @@ class PositionEmbedding(nn.Module):
         first = self.tp.rank * rows if self.tp.sequence_is_cut else 0
         if x.positions is None:
             stop = self.offset + first + rows
-            assert stop <= len(self.weight), (
-                f"a sequence of {stop} tokens, but there are {len(self.weight)} learned positions"
-            )
+            known = len(self.weight)
+            assert stop <= known, f"a sequence of {stop} tokens, but there are {known} learned positions"
             vectors = self.weight[stop - rows : stop]
         else:
             vectors = F.embedding(x.positions[:, first : first + rows], self.weight)

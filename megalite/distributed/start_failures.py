@@ -42,8 +42,7 @@ class StartFailure(NamedTuple):
     def packed(self, shared: SharedSecret | None) -> str:
         """Returns the note of this failure."""
         cut = self._replace(text=self.text[:LONGEST_TEXT])
-        proof = shared.proof(json.dumps(["failed", *cut])) if shared is not None else ""
-        return json.dumps({**cut._asdict(), "proof": proof})
+        return json.dumps({**cut._asdict(), "proof": shared.proof(cut._claim()) if shared is not None else ""})
 
     @classmethod
     def unpacked(cls, data: bytes, shared: SharedSecret | None, world_size: int) -> StartFailure | None:
@@ -60,7 +59,10 @@ class StartFailure(NamedTuple):
         is_sound = all(type(one) is str for one in texts) and all(type(one) is int for one in numbers)
         if not is_sound or not (0 <= found.rank < world_size and 0 < found.code < 256):
             return None
-        return found if shared is None or shared.proves(json.dumps(["failed", *found]), proof) else None
+        return found if shared is None or shared.proves(found._claim(), proof) else None
+
+    def _claim(self) -> str:
+        return json.dumps(["failed", *self])
 
 
 def read_failure(store: Store, secret: str, world_size: int) -> StartFailure | None:

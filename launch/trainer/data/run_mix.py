@@ -43,6 +43,11 @@ class DataPosition:
         step, tokens, consumed = (int(state.get(name, 0)) for name in ("step", "tokens_seen", "consumed_samples"))
         return cls(step, tokens, consumed, record, left_out)
 
+    @property
+    def left_out_samples(self) -> int:
+        """Number of samples that rollbacks have left out."""
+        return sum(stop - first for first, stop in self.left_out)
+
     def counted(self, config: Config) -> Config:
         """Returns `config` with a length and batches that count from this position."""
         return config.counted_from(self.step, self.tokens_seen)
@@ -172,7 +177,7 @@ def check_epochs(config: Config, training: MixedSamples, followed: DataPosition)
     `config` counts its length from the position of the run. Samples that rollbacks have left out do not count: a run
     that was allowed to start is allowed to go on.
     """
-    data, left_out = config.data, sum(end - first for first, end in followed.left_out)
+    data, left_out = config.data, followed.left_out_samples
     stop = followed.samples_at_end(config) - left_out
     if data.is_by_epochs:
         steps = max(followed.step, followed.steps_until(config, training.mix.modulus + left_out))
@@ -262,7 +267,7 @@ def notices_of(config: Config, training: MixedSamples, followed: DataPosition) -
 
 def _notices_of_epochs(config: Config, training: MixedSamples, followed: DataPosition) -> Iterator[str]:
     """Yields notices about a run that ends before the epochs of its sources, or reads more, by whole steps."""
-    stop, left_out = followed.samples_at_end(config), sum(end - first for first, end in followed.left_out)
+    stop, left_out = followed.samples_at_end(config), followed.left_out_samples
     reason = f"rollbacks have left out {plural(left_out, 'sample')}, in whose place later ones are read"
     if config.data.is_by_epochs:
         size = training.mix.modulus

@@ -60,8 +60,7 @@ class PipelinedEngine(Engine):
             assert isinstance(weight, nn.Parameter)
             self._tied_embedding = weight if weight.requires_grad else None
         self._groups.open(self._device)
-        is_split = self._schedule in SPLITS_BACKWARD
-        self.put_off = put_off_weight_gradients(self.deepspeed.module) if is_split else None
+        put_off = put_off_weight_gradients(self.deepspeed.module) if self._schedule in SPLITS_BACKWARD else None
         self._context = StageContext(
             chunks,
             len(self._placement) - 1,
@@ -70,7 +69,7 @@ class PipelinedEngine(Engine):
             activity,
             self._ranks,
             self._compute_peers,
-            self.put_off,
+            put_off,
             self.reducer,
         )
         self._forward_programs: dict[int, Program] = {}  # by the number of micro-batches

@@ -17,7 +17,7 @@ class TiedHead:
     The copy is a plain tensor, no parameter, so that nobody shards, steps, counts or saves it.
     """
 
-    takes_products, is_fp32 = False, True  # as `SumsGradients`
+    is_fp32 = True  # with `sum_of` what a head's loss needs of `SumsGradients`
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
         parameter = module.weight
