@@ -18,7 +18,8 @@ from launch.runtime.printing import escape_what_cannot_be_written, say
 def main() -> None:
     """Runs the command line. `train` keeps its answer to signals until what runs next has one."""
     escape_what_cannot_be_written()
-    is_run = next((word for word in sys.argv[1:] if not word.startswith("-")), "") == "train"
+    word = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
+    is_run = word == "train"
     if (notice := exclude_current_folder()) is not None:
         say(f"megalite: warning: {notice}", file=sys.stderr, flush=True)
     try:
@@ -33,8 +34,11 @@ def main() -> None:
         from megalite.config.user_folders import ensure_home
 
         ensure_home()  # before libraries look for it
+        from launch.cli.app import COMMANDS, load
         from launch.cli.app import main as run
 
+        if word in COMMANDS:
+            load(word)
         if is_asked_first:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         if not is_run:

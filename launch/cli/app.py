@@ -7,69 +7,86 @@ run), 75 (stopped on request after saving), 86 (the run hung). No torch here.
 
 from __future__ import annotations
 
-import errno
-import os
 import re
 import sys
+from importlib import import_module
 from typing import Annotated, Any, NoReturn
 
 import typer
-from pydantic import ValidationError
+from typer.core import TyperCommand, TyperGroup
 from typer.exceptions import TyperException
+from typer.main import get_group
 
-from launch.cli.checkpoint import checkpoint_app
-from launch.cli.compare import compare
-from launch.cli.config import config_app
-from launch.cli.convert import export, import_
-from launch.cli.data import data_app
-from launch.cli.doctor import doctor
-from launch.cli.inference import evaluate, generate
-from launch.cli.kubernetes import k8s
-from launch.cli.launch import launch
-from launch.cli.place import place
-from launch.cli.plan import plan_app
-from launch.cli.prepare import prepare
-from launch.cli.ray import ray
-from launch.cli.report import report
-from launch.cli.runs import ls, status
-from launch.cli.series import bench, scaling
-from launch.cli.slurm import slurm
-from launch.cli.trace import trace
-from launch.cli.train import supervise, train
-from launch.cli.verbosity import CommandsWithVerbosity
-from launch.cli.verify import verify
+from launch.cli.verbosity import add_verbosity
 from launch.cli.version import show_version
-from launch.cli.watch import watch
-from launch.errors import FAILED_CODE, INTERRUPTED_CODE, USER_ERROR_CODE, USER_ERRORS, LaunchError, sentences_of
 from launch.runtime.logs import get_logger
 from launch.runtime.printing import print_exception
-from megalite.checkpoint.durable_files import NO_ROOM
 from megalite.checkpoint.safe_files import forbid_writing_by_all
-from megalite.config import Config
-from megalite.config.errors import expectation, must_be
-from megalite.config.foreign_words import answer, rows_of
-from megalite.config.loading.secrets_in_text import without_secrets
-from megalite.config.suggestions import dotted, option_paths
+from megalite.resilience.signals import INTERRUPTED_CODE
 
 log = get_logger(__name__)
-DASHED_OVERRIDE = re.compile(rf"--(?:run_dir|(?:{'|'.join(Config.model_fields)})\.[a-z_.]+)=")
+HELPS = """
+config: Write a first config, or one from another stack's files; show one with its defaults; explain options.
+prepare: Tokenize text into memory-mapped files (Megatron's .bin/.idx). An interrupted run continues where it stopped.
+data: Check, pack and fetch prepared data, plan what a run reads of it, and say what its steps have read.
+train: Train a model; resume from the newest checkpoint in the run folder if there is one.
+supervise: Run COMMAND and restart it when it fails; the run resumes from its newest complete checkpoint.
+launch: Train on the hosts of a hostfile, or resume training there.
+slurm: Write a Slurm batch script for a run, or --submit it.
+k8s: Write Kubernetes manifests for a run, or --submit them.
+ray: Train on Ray workers, one rank each, or resume training there. Needs `pip install megalite[ray]`.
+doctor: Check this machine, or all hosts of a hostfile, for problems that would prevent a run; start nothing.
+status: Print the state of a run: whether it lives, its step and loss, time left, last checkpoint, last events.
+ls: List the runs in a folder and its subfolders: state, step, loss, layout, last activity, size of the checkpoints.
+watch: Show a run while it trains: the page of `megalite report`, which grows, or with --terminal lines on the terminal.
+report: Write one page about a run: curves, where its steps' time went, a step on all ranks, memory, goodput, settings.
+trace: Write what all ranks did in a step as one Chrome trace, for ui.perfetto.dev; or tell why it took so long.
+compare: Compare runs: where their losses part, which is faster, which parts of a step and which options differ.
+bench: Measure variants of a config against each other on this machine: which value of an option is fastest.
+scaling: Measure how a config scales over ranks: efficiency, predicted beside measured, and where the loss goes by part.
+plan: Predict memory, speed and failures before a launch.
+place: Choose hosts and their order for a layout so that little traffic crosses hosts and switches; start nothing.
+verify: Verify that every layout computes what `transformers` computes in one process, and diagnose those that do not.
+checkpoint: List, inspect, verify, compare and delete checkpoints of any layout.
+import: Turn a Hugging Face model into a checkpoint that any layout starts from (`training.initialize_from`).
+export: Turn a checkpoint of any layout into a Hugging Face folder for `transformers`; adapters into one for `peft`.
+generate: Continue prompts, one after another; streams the text to stdout and reports the speed on stderr.
+evaluate: Compute the loss, the perplexity and, for text, the bits per byte of a model.
+"""
+"""All commands in the order of the list, with the first paragraph of the help of each, which a test holds against this.
+The module of a command is imported when it runs, and none for `megalite --help`."""
+COMMANDS = dict(line.split(": ", 1) for line in HELPS.split("\n")[1:-1])
+FILES = {"k8s": "kubernetes", "supervise": "train"} | dict.fromkeys(("import", "export"), "convert")
+FILES |= dict.fromkeys(("generate", "evaluate"), "inference") | dict.fromkeys(("status", "ls"), "runs")
+FILES |= dict.fromkeys(("bench", "scaling"), "series")
+"""Modules in this folder of commands that are not in one of their own name."""
+DASHED_OVERRIDE = re.compile(r"--(run_dir|[a-z0-9_]+\.[a-z_.]+)=")
 
 
-class AllCommands(CommandsWithVerbosity):
+class AllCommands(TyperGroup):
     """All commands; wrong usage and Ctrl-C end any of them with one sentence instead of a page or a traceback."""
+
+    def __init__(self, **attributes: Any) -> None:
+        listed = {name: TyperCommand(name, help=text) for name, text in COMMANDS.items()}
+        super().__init__(**attributes | {"commands": listed})
+        add_verbosity(self)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, command if name is None else load(name), rest
 
     def main(self, *arguments: Any, **options: Any) -> NoReturn:
         try:
             code = super().main(*arguments, **options | {"standalone_mode": False})
         except TyperException as error:
-            # empty where a command without arguments has shown its help
-            if message := error.format_message().removesuffix(".").replace("Value error, ", ""):
-                command = getattr(error, "ctx", None)
-                message = _in_our_words(error) or message
-                where = "" if command is None or message.endswith("?") else f"; see `{command.command_path} --help`"
-                log.error(without_secrets(f"{message[0].lower()}{message[1:]}{where}"))  # words as they were typed
+            from launch.cli.mistakes import usage_mistake
+
+            if told := usage_mistake(error):
+                log.error(told)
             sys.exit(error.exit_code)
         except typer.Abort:
+            from launch.errors import FAILED_CODE
+
             log.warning("not confirmed: nothing was done")
             sys.exit(FAILED_CODE)
         sys.exit(code if isinstance(code, int) else 0)
@@ -82,21 +99,24 @@ class AllCommands(CommandsWithVerbosity):
             raise typer.Exit(INTERRUPTED_CODE) from None
 
 
+def load(name: str) -> Any:
+    """Imports a command or a group of them, and returns it."""
+    module = import_module(f"launch.cli.{FILES.get(name, name)}")
+    alone = typer.Typer(rich_markup_mode="markdown")
+    if group := getattr(module, f"{name}_app", None):
+        alone.add_typer(group, name=name)
+    else:  # what follows `supervise` is another command's
+        settings = {"allow_interspersed_args": name != "supervise"}
+        alone.command(name, context_settings=settings)(getattr(module, "import_" if name == "import" else name))
+    command = get_group(alone).commands[name]
+    command.help = command.help or COMMANDS[name]  # most groups have no other
+    add_verbosity(command)
+    return command
+
+
 app = typer.Typer(
     name="megalite", cls=AllCommands, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown"
 )
-app.add_typer(config_app, name="config")
-app.add_typer(checkpoint_app, name="checkpoint")
-app.add_typer(data_app, name="data")
-app.add_typer(plan_app, name="plan")
-app.command("import")(import_)
-for command in (
-    *(export, generate, evaluate, k8s, launch, doctor, slurm, place, prepare, ray, status, ls, trace, report, watch),
-    *(compare, bench, scaling, train),
-):
-    app.command()(command)
-app.command(context_settings={"allow_interspersed_args": False})(supervise)  # what follows is another command's
-app.command()(verify)
 
 
 @app.callback()
@@ -119,61 +139,25 @@ def options_of_all_commands(
     """
 
 
-def _in_our_words(error: TyperException) -> str | None:
-    """Returns what a value of a flag must be; what a flag is that no command has: an option, another stack's word."""
-    flag = getattr(error, "param", None)
-    if isinstance(error.__cause__, ValidationError) and flag and (detail := error.__cause__.errors()[0]):
-        if detail["type"] == "value_error":
-            return None
-        return f"{flag.opts[0]} {must_be(flag.name, [expectation(detail)], detail['input'])}"
-    if flag and flag.param_type_name == "option" and not error.message:  # it is missing
-        return f"missing option {' / '.join(flag.opts)}: {flag.help[0].lower()}{flag.help[1:].removesuffix('.')}"
-    if (typed := getattr(error, "option_name", None)) is None:
-        return None
-    name, command = typed.lstrip("-"), getattr(getattr(error, "ctx", None), "command", None)
-    takes = any(parameter.name == "overrides" for parameter in getattr(command, "params", ()))
-    if tuple(name.split(".")) in option_paths(Config):
-        return f"{typed}: an option of the config has no dashes here: {name}=..."
-    if found := rows_of(typed):
-        options = "; options of the config are set as section.option=value" * takes
-        return f"there is no flag {typed}, a word {answer(found)}{options}"
-    named = [f"{dotted(path)}=..." for path in option_paths(Config) if takes and path[-1] == name.replace("-", "_")]
-    return f"there is no flag {typed}: options of the config are set as {' or '.join(named[:3])}" if named else None
-
-
-def _refuse_dashed_overrides(words: list[str]) -> None:
-    """Raises LaunchError for an override with dashes in front, as other stacks write options of a config."""
-    for word in words:
-        if word in ("--", "supervise"):  # what follows may be another program's
-            return
-        if DASHED_OVERRIDE.match(word):
-            shown = without_secrets(word)
-            raise LaunchError(f"{shown}: an option of the config has no dashes here: {shown.lstrip('-')}")
-
-
 def main() -> None:
     """Entry of the `megalite` command."""
     forbid_writing_by_all()
     sys.excepthook = print_exception
     try:
         try:
-            _refuse_dashed_overrides(sys.argv[1:])
+            for word in sys.argv[1:]:
+                if word in ("--", "supervise"):  # what follows may be another program's
+                    break
+                if DASHED_OVERRIDE.match(word):
+                    from launch.cli.mistakes import refuse_dashed_override
+
+                    refuse_dashed_override(word)
             app(prog_name="megalite")  # also for `python -m launch`
         finally:
             sys.stdout.flush()  # here, where an error can be told
-    except USER_ERRORS as error:
-        for sentence in sentences_of(error):
-            log.error(sentence)
-        sys.exit(USER_ERROR_CODE)
-    except OSError as error:
-        if error.filename is not None:
-            why = NO_ROOM.get(error.errno or 0)
-            told = f"{why}: free some space" if why else f"{error.strerror}: check the path and your rights to it"
-            log.error(f"{error.filename}: {told}")
-        elif error.errno in (*NO_ROOM, errno.EPIPE):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more
-            if error.errno != errno.EPIPE:  # whoever read it has seen enough
-                log.error(f"standard output cannot be written: {error.strerror}: send it elsewhere")
-        else:
+    except Exception as error:
+        from launch.cli.mistakes import code_of
+
+        if (code := code_of(error)) is None:
             raise
-        sys.exit(USER_ERROR_CODE)
+        sys.exit(code)

@@ -14,16 +14,17 @@ from typing import Annotated
 
 import typer
 
+from launch.checkpoints import report
+from launch.checkpoints.listing import checkpoints_in, list_place, local_path, newest_complete
+from launch.checkpoints.pruning import carry_out, keep_runs_out_of, plan_prune
+from launch.checkpoints.summary import age_seconds, summarize_checkpoint, summarize_folder
 from launch.cli.options import AsJson
 from launch.errors import VERIFY_FAILED_CODE, LaunchError
 from launch.output import print_json, progress_bar
 from launch.runtime.printing import say
+from megalite.checkpoint.retention import Retention
 
-checkpoint_app = typer.Typer(
-    help="List, inspect, verify, compare and delete checkpoints of any layout.",
-    no_args_is_help=True,
-    rich_markup_mode="markdown",
-)
+checkpoint_app = typer.Typer(no_args_is_help=True)
 
 Place = Annotated[
     str, typer.Argument(help="Run folder, folder of checkpoints, or one checkpoint; a path or a URL.", metavar="DIR")
@@ -37,10 +38,6 @@ def list_(place: Place, as_json: AsJson = False) -> None:
 
     Example: `megalite checkpoint ls runs/quickstart`
     """
-    from launch.checkpoints import report
-    from launch.checkpoints.listing import list_place
-    from launch.checkpoints.summary import summarize_folder
-
     listing = list_place(place)
     folders = [summarize_folder(listed, listing.latest, datetime.now(UTC)) for listed in listing.checkpoints]
     if as_json:
@@ -63,10 +60,6 @@ def show(
 
     Example: `megalite checkpoint show runs/quickstart/checkpoints/step_00000100 --tensors`
     """
-    from launch.checkpoints import report
-    from launch.checkpoints.listing import newest_complete
-    from launch.checkpoints.summary import age_seconds, summarize_checkpoint
-
     url, manifest, passed_over = newest_complete(place)
     facts = summarize_checkpoint(manifest)
     if as_json:
@@ -97,9 +90,6 @@ def verify(
 
     Example: `megalite checkpoint verify runs/quickstart --deep`
     """
-    from launch.checkpoints import report
-    from launch.checkpoints.listing import checkpoints_in, local_path
-
     folders = [Path(listed.url) for listed in checkpoints_in(str(local_path(place)))]
     from launch.checkpoints.verification import bytes_to_read, verify_checkpoint  # with torch: after mistakes
 
@@ -131,9 +121,7 @@ def diff(
 
     Example: `megalite checkpoint diff runs/a runs/b/checkpoints/step_00000100 --tolerance 1e-6`
     """
-    from launch.checkpoints import report
     from launch.checkpoints.difference import difference, numbers_in_common
-    from launch.checkpoints.listing import local_path
     from megalite.checkpoint.reader import CheckpointReader, open_checkpoint
 
     left, right = (open_checkpoint(local_path(place), CheckpointReader) for place in (first, second))
@@ -168,10 +156,6 @@ def prune(
 
     Example: `megalite checkpoint prune runs/quickstart --keep-last 3 --keep-every 1000 --dry-run`
     """
-    from launch.checkpoints import report
-    from launch.checkpoints.pruning import carry_out, keep_runs_out_of, plan_prune
-    from megalite.checkpoint.retention import Retention
-
     policy = Retention(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best)
     if not (dry_run or yes) and (as_json or not sys.stdin.isatty()):
         raise LaunchError("prune asks before it deletes, and there is no terminal to ask on: add --yes, or --dry-run")

@@ -25,11 +25,7 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 DEEPSPEED_KEYS = "https://www.deepspeed.ai/docs/config-json/"
 
-config_app = typer.Typer(
-    help="Write a first config, or one from another stack's files; show one with its defaults; explain options.",
-    no_args_is_help=True,
-    rich_markup_mode="markdown",
-)
+config_app = typer.Typer(no_args_is_help=True)
 
 
 @config_app.command()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import enum
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -29,15 +28,8 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT]?)i?B?", re.IGNORECASE)
 COPY = "give a local folder, and copy it afterwards"
+StoredDtype = Literal["fp32", "bf16", "fp16"]  # of the weights in a Hugging Face folder
 POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
-
-
-class StoredDtype(enum.StrEnum):
-    """Dtypes of the weights in a Hugging Face folder."""
-
-    FP32 = "fp32"
-    BF16 = "bf16"
-    FP16 = "fp16"
 
 
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing target of the same kind.")]
@@ -74,13 +66,12 @@ def import_(
     with loading("PyTorch and transformers"):
         from launch.conversion.huggingface.importing import import_hugging_face, plan_import
 
-    kept = None if dtype is None else dtype.value
     if dry_run:
-        _print_plan(plan_import(hf_dir, checkpoint, dtype=kept, overwrite=overwrite), "import", as_json)
+        _print_plan(plan_import(hf_dir, checkpoint, dtype=dtype, overwrite=overwrite), "import", as_json)
         return
     with _watched() as report_progress:
         summary = import_hugging_face(
-            hf_dir, checkpoint, dtype=kept, overwrite=overwrite, validate=validate, report=report_progress
+            hf_dir, checkpoint, dtype=dtype, overwrite=overwrite, validate=validate, report=report_progress
         )
     _print_summary(summary, as_json, f"a config with `training.initialize_from: {checkpoint}` starts from it")
 
@@ -116,7 +107,7 @@ def export(
     if folder is None:
         raise CheckpointError(unusable[0] if unusable else no_checkpoint(checkpoint))
     options: dict[str, Any] = {
-        "dtype": None if dtype is None else dtype.value,
+        "dtype": dtype,
         "tokenizer": tokenizer,
         "max_shard_bytes": parse_size(max_shard_size),
         "overwrite": overwrite,

@@ -25,11 +25,7 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-data_app = typer.Typer(
-    help="Check, pack and fetch prepared data, plan what a run reads of it, and say what its steps have read.",
-    no_args_is_help=True,
-    rich_markup_mode="markdown",
-)
+data_app = typer.Typer(no_args_is_help=True)
 RunFolder = Annotated[Path, typer.Argument(help="Folder of the run.", metavar="RUN_DIR")]
 
 

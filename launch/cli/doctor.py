@@ -8,19 +8,22 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from launch.cli.options import AsJson, Exclude, Include, Overrides, SshPort
+from launch.cluster.doctor.findings import Settings
+from launch.cluster.doctor.link_bandwidth import measure
+from launch.cluster.doctor.preflight import preflight
+from launch.cluster.doctor.this_machine import examine_this_machine
+from launch.cluster.ssh.connection import HostConnection, connect_all, in_parallel
 from launch.errors import FAILED_CODE, INTERRUPTED_CODE, LaunchError
 from launch.output import print_json
+from launch.runtime.hostfile import read_hostfile, select_hosts
 from launch.runtime.logs import get_logger
 from launch.runtime.printing import say
 from launch.trainer.start.run_config import load_run_config
-
-if TYPE_CHECKING:
-    from launch.cluster.ssh.connection import HostConnection
 
 log = get_logger(__name__)
 
@@ -44,21 +47,14 @@ def doctor(
     bandwidth: Annotated[bool, typer.Option("--bandwidth", help="Also measure the links between hosts.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Check this machine, or all hosts of a hostfile in parallel, for problems that would prevent a run; start nothing.
+    """Check this machine, or all hosts of a hostfile, for problems that would prevent a run; start nothing.
 
     Checks ssh, Python, packages, code, devices, addresses, TCP between all hosts, whether the run's folder is shared,
-    data, free space, clocks, stale compile locks, limits, and what lets other users into a run. Exit code 0 if nothing
-    fails, though there may be warnings; 1 otherwise.
+    data, free space, clocks, stale compile locks, limits, and what lets other users into a run; on all hosts in
+    parallel. Exit code 0 if nothing fails, though there may be warnings; 1 otherwise.
 
     Example: `megalite doctor --hostfile hosts configs/quickstart.yaml`, and for this machine `megalite doctor`
     """
-    from launch.cluster.doctor.findings import Settings
-    from launch.cluster.doctor.link_bandwidth import measure
-    from launch.cluster.doctor.preflight import preflight
-    from launch.cluster.doctor.this_machine import examine_this_machine
-    from launch.cluster.ssh.connection import connect_all
-    from launch.runtime.hostfile import read_hostfile, select_hosts
-
     hosts = select_hosts(read_hostfile(hostfile), include, exclude) if hostfile is not None else ()
     of_hosts = {"--include": include, "--exclude": exclude, "--ssh-port": ssh_port, "--bandwidth": bandwidth or None}
     for option, value in of_hosts.items() if hostfile is None else ():
@@ -102,7 +98,6 @@ def doctor(
 @contextmanager
 def _closing(connections: Mapping[str, HostConnection]) -> Iterator[None]:
     """Closes the connections at the end, or immediately on Ctrl-C, which wakes threads that wait for an answer."""
-    from launch.cluster.ssh.connection import in_parallel
 
     def close() -> None:
         in_parallel(list(connections), lambda name: connections[name].close())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -26,18 +26,23 @@ from launch.cli.options import (
     SshPort,
     TopologyPath,
 )
-from launch.cluster.deepspeed_launcher import Launcher
+from launch.cluster.deepspeed_launcher import FOLDER, Launcher, check_launcher, check_paths, launcher_command
+from launch.cluster.host_selection import likely_layout
+from launch.cluster.hosts_supervisor import HostsSupervisor, Options
+from launch.cluster.placement import place_hosts
+from launch.cluster.switch_topology import read_topology
 from launch.errors import LaunchError
 from launch.output import print_json
+from launch.runtime.hostfile import Host, read_hostfile, select_hosts
 from launch.runtime.logs import get_logger
 from launch.runtime.printing import say
+from launch.supervision.supervisor import Policy
+from launch.trainer.data.remote_data import check_remote_data
+from launch.trainer.local_run import finish_if_complete
+from launch.trainer.run_summary import print_lines, run_facts, summary_lines
+from launch.trainer.start.checks import RunPosition, find_position
 from launch.trainer.start.flags import StartFlags
 from megalite.units import plural
-
-if TYPE_CHECKING:
-    from launch.cluster.hosts_supervisor import Options
-    from launch.runtime.hostfile import Host
-    from launch.trainer.start.checks import RunPosition
 
 log = get_logger(__name__)
 
@@ -88,21 +93,10 @@ def launch(
 
     Example: `megalite launch --hostfile hosts --restarts 20 --spares 1 configs/quickstart.yaml`
     """
-    from launch.runtime.hostfile import read_hostfile, select_hosts
-
     if interface is not None:
         overrides = [*(overrides or []), f"launch.interface={interface}"]
     config = load_checked_config(config_path, overrides)
     hosts = select_hosts(read_hostfile(hostfile), include, exclude)
-    from launch.cluster.deepspeed_launcher import check_launcher, check_paths
-    from launch.cluster.host_selection import likely_layout
-    from launch.cluster.hosts_supervisor import HostsSupervisor, Options
-    from launch.cluster.switch_topology import read_topology
-    from launch.supervision.supervisor import Policy
-    from launch.trainer.data.remote_data import check_remote_data
-    from launch.trainer.local_run import finish_if_complete
-    from launch.trainer.start.checks import find_position
-
     options = Options(
         launcher=launcher,
         launcher_args=launcher_args,
@@ -132,11 +126,6 @@ def launch(
 
 def _print_dry_run(position: RunPosition, hosts: Sequence[Host], options: Options, *, as_json: bool) -> None:
     """Prints the dry run: a summary of the run, hosts in rank order, the launcher's command. Connects to no host."""
-    from launch.cluster.deepspeed_launcher import FOLDER, check_launcher, launcher_command
-    from launch.cluster.host_selection import likely_layout
-    from launch.cluster.placement import place_hosts
-    from launch.trainer.run_summary import print_lines, run_facts, summary_lines
-
     config = position.config
     main = hosts[: len(hosts) - options.spares]
     likely, layout, later = likely_layout(config, hosts, options.spares)

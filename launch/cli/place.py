@@ -4,24 +4,25 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from data_pipeline.storage.paths import decimal_size
 from launch.cli.options import AsJson, ConfigPath, Overrides, TopologyPath
+from launch.cluster.placement import Placement, nodes_of, place_run
 from launch.cluster.switch_topology import Topology, expand_hosts, read_topology
 from launch.errors import LaunchError
+from launch.inspection.timelines import format_numbers
 from launch.output import Table, print_json
+from launch.prediction.auto_layout import format_sizes
+from launch.runtime.hostfile import read_hostfile
 from launch.runtime.logs import get_logger
 from launch.runtime.printing import say
 from launch.trainer.start.run_config import load_run_config
 from megalite.config import Config, ResolvedLayout, resolve_layout
 from megalite.parallel.mesh import Mesh
-
-if TYPE_CHECKING:
-    from launch.cluster.placement import Placement
-    from megalite.planner.placement.cost import Node
+from megalite.planner.placement.cost import Node
 
 log = get_logger(__name__)
 
@@ -46,11 +47,6 @@ def place(
 
     Example: `megalite place configs/quickstart.yaml --nodes "node[1-4]:2"`
     """
-    from launch.cluster.placement import nodes_of, place_run
-    from launch.inspection.timelines import format_numbers
-    from launch.prediction.auto_layout import format_sizes
-    from launch.runtime.hostfile import read_hostfile
-
     if names and as_json:
         raise LaunchError("--names and --json are two ways to print the result: give one of them")
     config = load_run_config(config_path, overrides or [])
@@ -120,8 +116,6 @@ def _facts(placement: Placement) -> dict[str, Any]:
 
 def parse_nodes(text: str, topology: Topology | None) -> list[Node]:
     """Parses `NAMES:GPUS[:GIB];...`, with names as a Slurm host list. Raises LaunchError if it is malformed."""
-    from megalite.planner.placement.cost import Node
-
     found: dict[str, Node] = {}
     for part in text.split(";"):
         names, *numbers = part.strip().split(":")

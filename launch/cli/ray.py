@@ -14,6 +14,7 @@ import typer
 from launch.backends.job_generation import load_checked_config
 from launch.cli.options import AllowChange, ConfigPath, Force, Overrides, SharedRunDir
 from launch.errors import LaunchError
+from launch.runtime.devices import gpu_count
 from launch.runtime.logs import get_logger
 from launch.runtime.printing import say
 from launch.runtime.started_modules import RAY_DRIVER, python_command
@@ -61,7 +62,6 @@ def ray(
     from launch.backends.ray import RaySupervisor
     from launch.backends.ray_cluster import check_address
     from launch.prediction.auto_layout import format_sizes, layout_or_likely
-    from launch.runtime.devices import gpu_count
     from launch.supervision.supervisor import Policy
     from launch.trainer.data.remote_data import check_remote_data
     from launch.trainer.local_run import finish_if_complete
@@ -108,6 +108,4 @@ def _workers(config: Config, wanted: int | None, gpus: int, where: str) -> int:
             f"how many workers the cluster at {where} is to run is not said: give --workers, or set "
             "parallel.data_parallel_size"
         )
-    from launch.runtime.devices import gpu_count
-
     return wanted_world_size(config, gpu_count() if gpus else None)

@@ -15,6 +15,7 @@ from launch.output import Table, print_json, progress_bar, write_file
 from launch.runtime.devices import cpu_count, gpu_count
 from launch.runtime.logs import get_logger
 from launch.runtime.printing import say
+from launch.trainer.start.run_config import load_run_config
 from megalite.resilience.signals import exit_code_for
 from megalite.units import count, plural, seconds
 
@@ -133,7 +134,6 @@ def bench(
     from launch.experiments.comparison import compare
     from launch.experiments.series import RunSeries, length_free
     from launch.experiments.variants import VariedOption, variants
-    from launch.trainer.start.run_config import load_run_config
 
     base = load_run_config(config_path, overrides or [])
     varied = [VariedOption.parse(text) for text in vary or []]
@@ -269,7 +269,6 @@ def _series(
     """Returns the series, and the numbers of ranks that are more than the cores of this machine."""
     from launch.experiments.scaled_configs import parse_ranks, scaled_configs
     from launch.experiments.series import RunSeries, length_free
-    from launch.trainer.start.run_config import load_run_config
 
     base = load_run_config(config_path, overrides)
     numbers = parse_ranks(ranks)

@@ -21,7 +21,9 @@ from launch.cli.options import (
 )
 from launch.errors import LaunchError
 from launch.output import TRAIN_WORD_S, progress_lines
+from launch.runtime.rank_environment import is_rank
 from launch.runtime.started_modules import COMMAND_LINE, python_command
+from launch.supervision.supervisor import Policy, supervise_run
 from launch.trainer.start.flags import StartFlags
 from launch.trainer.start.run_config import load_run_config
 
@@ -48,8 +50,6 @@ def train(
 
     Example: `megalite train configs/quickstart.yaml parallel.tensor_parallel_size=1 training.steps=20`
     """
-    from launch.runtime.rank_environment import is_rank
-
     with progress_lines("loading what training needs", first_s=TRAIN_WORD_S):
         from launch.trainer.local_run import ending_on_signals, print_dry_run, start_local_run
         from megalite.resilience.signals import take_signals
@@ -70,8 +70,6 @@ def train(
             raise LaunchError("--restart is not for one rank of a run: put `megalite supervise --` before its launcher")
         raise typer.Exit(rank_main([*arguments, *flags.words]))
     elif restart:
-        from launch.supervision.supervisor import Policy, supervise_run
-
         command = python_command(COMMAND_LINE, "train", *arguments, *flags.words)
         with ending_on_signals():
             raise typer.Exit(supervise_run(command, Policy(restarts=restart)))
@@ -102,7 +100,5 @@ def supervise(
 
     Example: `megalite supervise --restarts 20 -- torchrun --nproc-per-node 8 -m launch.train configs/quickstart.yaml`
     """
-    from launch.supervision.supervisor import Policy, supervise_run
-
     policy = Policy(restarts, first_wait, longest_wait, grace, silence)
     raise typer.Exit(supervise_run(command, policy, run_dir))

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 from typer.main import get_command
 
-from launch.errors import LaunchError
 from launch.runtime.logs import configure_logging
 
 VERBOSITY = ("--verbose", "-v", "--quiet", "-q")
@@ -22,6 +19,8 @@ def _set_level(context: typer.Context, option: typer.CallbackParam, is_given: bo
     if not is_given or context.resilient_parsing:
         return
     if context.meta.setdefault("verbosity", name) != name:
+        from launch.errors import LaunchError
+
         raise LaunchError("--verbose and --quiet contradict each other: give one of them")
     configure_logging(LEVELS[name])
 
@@ -42,21 +41,11 @@ def _verbosity(
         ),
     ] = False,
 ) -> None:
-    """Declares the two options; `CommandsWithVerbosity` gives them to all commands."""
+    """Declares the two options; `add_verbosity` gives them to all commands."""
 
 
-class CommandsWithVerbosity(TyperGroup):
-    """A group that takes --verbose and --quiet, as do all its commands and groups and the commands in those."""
-
-    def __init__(self, **attributes: Any) -> None:
-        super().__init__(**attributes)
-        options = get_command(_OPTIONS).params
-        for command in (self, *_commands_in(self)):
-            command.params = [*command.params, *options]
-
-
-def _commands_in(group: TyperGroup) -> Iterator[Any]:
-    for command in group.commands.values():
-        yield command
-        if isinstance(command, TyperGroup):
-            yield from _commands_in(command)
+def add_verbosity(command: Any) -> None:
+    """Gives a command both options, and those inside a group too."""
+    command.params = [*command.params, *get_command(_OPTIONS).params]
+    for inner in getattr(command, "commands", {}).values():
+        add_verbosity(inner)

@@ -9,7 +9,6 @@ import typer
 from launch.runtime.checkout import git_state
 from launch.runtime.printing import say
 from launch.runtime.started_modules import INSTALLATION
-from megalite.config.versions import installed_version, own_version
 
 PACKAGES = ("torch", "deepspeed", "transformers", "numpy")
 
@@ -18,6 +17,8 @@ def show_version(is_given: bool) -> None:
     """Prints the versions of megalite and of what it runs on, and ends the command."""
     if not is_given:
         return
+    from megalite.config.versions import installed_version, own_version  # imports email
+
     state, checkout = git_state(), ""
     if state is not None:
         checkout = f" (commit {state['commit'][:12]}{', with changes' * state['changed']}, in {INSTALLATION})"

@@ -250,12 +250,6 @@ class Engine(ABC):
             self.gathers.settle()
         yield from named_shards(self.deepspeed.module)
 
-    def trained_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Yields those of `parameters` that get gradients; without adapters all of them."""
-        for name, parameter in self.parameters():
-            if parameter.requires_grad:
-                yield name, parameter
-
     def _token_weight(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """Returns the factor on each micro-batch's summed loss with which the mean over replicas is the token mean."""
         known = micro_batches[0].global_valid_targets if micro_batches else 0

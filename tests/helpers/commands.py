@@ -47,6 +47,17 @@ def metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     return records
 
 
+def whole_command() -> Any:
+    """The `megalite` command with all commands inside it, each of which is otherwise imported when it runs."""
+    from typer.main import get_command
+
+    from launch.cli.app import app, load
+
+    megalite: Any = get_command(app)
+    megalite.commands = {name: load(name) for name in megalite.commands}
+    return megalite
+
+
 def command_line(
     *words: str, cwd: Path = ROOT, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:

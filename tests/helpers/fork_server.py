@@ -8,7 +8,7 @@ import os
 from launch.parity.forked_ranks import warm_up
 
 PYTEST = ["pytest", "hypothesis", "psutil", "yaml", "safetensors.torch"]  # what modules of tests import
-COMMANDS = ["launch.cli.app", "launch.conversion.huggingface"]
+COMMANDS = ["launch.cli.app", "launch.cli.mistakes", "launch.cli.train", "launch.conversion.huggingface"]
 TRAINING = [  # what a run imports on its way
     *("launch.train", "deepspeed.module_inject.auto_ep_layer", "megalite.checkpoint.engine_state"),
     *("megalite.checkpoint.remote.mirror", "megalite.checkpoint.saver", "megalite.monitor.expert_usage"),

@@ -6,16 +6,14 @@ import re
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.main import get_command
 
-from launch.cli.app import app
 from megalite.config import Config
 from megalite.config.deepspeed import PASSED_ON
 from megalite.config.documentation.option_docs import WRITTEN_BY, options_page
 from megalite.config.suggestions import option_paths
+from tests.helpers.commands import whole_command
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -26,7 +24,7 @@ OPTION = re.compile(rf"(?<![\w./*-])(?:{'|'.join(SECTIONS)})(?:\.[a-z_][a-z_0-9]
 FILES = (".bin", ".html", ".idx", ".json", ".jsonl", ".md", ".png", ".py", ".safetensors", ".txt", ".yaml")
 WEIGHTS = ("model.embed_positions", "model.embed_tokens", "model.layers", "model.norm")  # canonical names
 FENCED = re.compile(r"```\w*\n(.*?)```", re.DOTALL)
-MEGALITE: Any = get_command(app)
+MEGALITE = whole_command()
 
 
 def ours(page: Path) -> str:

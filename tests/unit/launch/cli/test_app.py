@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import yaml
-from typer.main import get_command
 from typer.testing import CliRunner
 
 from launch import __main__ as entry
-from launch.cli.app import app
+from launch.cli.app import COMMANDS as LISTED
+from launch.cli.app import app, load
 from launch.errors import LaunchError
 from launch.runtime.checkout import git_state
 from launch.runtime.logs import LEVEL, configure_logging
@@ -50,8 +50,6 @@ COMMANDS = [
     ["watch"],
     ["trace"],
     ["report"],
-    ["watch"],
-    ["compare"],
     ["bench"],
     ["scaling"],
     ["config", "show"],
@@ -89,15 +87,30 @@ def test_the_help_has_an_example_of_the_way_from_text_to_a_model() -> None:
     assert [problem for line in examples for problem in problems_of(line.strip())] == []
 
 
-def test_every_command_is_listed() -> None:
-    listed = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
-    assert listed | {"config", "checkpoint"} == {words[0] for words in COMMANDS}
+def test_every_command_is_listed_with_the_first_sentence_of_its_own_help() -> None:
+    """The list is told without importing the commands, so that it could be another than their docstrings."""
+    assert set(LISTED) == {words[0] for words in COMMANDS} | {"data", "plan"}
+    own = {name: " ".join((load(name).help or "").partition("\n\n")[0].split()) for name in LISTED}
+    assert own == LISTED
 
 
-@pytest.mark.parametrize("line", ["launch.cli.app", "megalite", "megalite.config", "launch.trainer.local_run"])
+def test_the_help_imports_neither_a_command_nor_the_config() -> None:
+    """Importing them would double the time until it is there, of which the import of rich takes most."""
+    code = "import sys; from launch.__main__ import main; sys.argv = ['megalite', '--help']; main()"
+    done = subprocess.run([sys.executable, "-X", "importtime", "-c", code], capture_output=True, text=True, check=False)
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert done.returncode == 0 and "launch.cli.app" in imported and "Usage: megalite" in done.stdout
+    ours = {name for name in imported if name.startswith("launch.cli.")}
+    assert ours == {"launch.cli.app", "launch.cli.verbosity", "launch.cli.version"}
+    assert not {"pydantic", "yaml", "megalite.config.config"} & imported
+
+
+@pytest.mark.parametrize("line", ["launch.cli.app", "megalite.config.config", "launch.trainer.local_run"])
 def test_starting_needs_no_torch(line: str) -> None:
-    """`--help`, config errors and planning must not wait for torch."""
-    code = f"import sys, {line}; assert not {{'torch', 'deepspeed', 'transformers'}} & set(sys.modules)"
+    """Config errors, planning and the help of any command must not wait for torch."""
+    if line == "launch.cli.app":
+        line += "; [launch.cli.app.load(name) for name in launch.cli.app.COMMANDS]"
+    code = f"import sys, {line}\nassert not {{'torch', 'deepspeed', 'transformers'}} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -206,7 +219,7 @@ def test_an_output_that_cannot_be_written_is_one_sentence(words: str) -> None:
 
 def test_options_of_a_supervised_command_are_its_own() -> None:
     """`-q` behind COMMAND belongs to COMMAND."""
-    command = get_command(app).commands["supervise"]
+    command = load("supervise")
     context = command.make_context("supervise", ["--restarts", "1", "python", "-q", "x.yaml"])
     assert context.params["command"] == ["python", "-q", "x.yaml"]
 

@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.main import get_command
 
-from launch.cli.app import app
 from megalite.config import Config, ConfigError, load_config
 from megalite.config.deepspeed import NESTED, PASSED_ON, refused_keys
 from megalite.config.foreign_words import KEYS, WITHOUT, WRITTEN_BY, WordRow, answer, normal_form, page, rows_of, stack
 from megalite.config.suggestions import option_paths
-from tests.helpers.commands import command_line
+from tests.helpers.commands import command_line, whole_command
 
 ROOT = Path(__file__).parents[4]
 ROWS = [(key, row) for key in KEYS for row in stack(key).rows]
@@ -29,7 +27,7 @@ def names_of_commands() -> set[str]:
         inner = getattr(command, "commands", {})
         return flags | set(inner) | {name for one in inner.values() for name in walk(one)}
 
-    return walk(get_command(app))
+    return walk(whole_command())
 
 
 def test_the_page_is_that_of_the_tables() -> None:
