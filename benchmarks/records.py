@@ -39,7 +39,7 @@ assert read_status(run_dir).step
     "`loss.png`": """
 plot_loss([{"step": 1, "loss": 1.0}], run_dir / "loss.png", "fonts and all")
 before = time_now()
-PlotSink(run_dir).close()
+draw_loss(run_dir, run_dir / "loss.png")
 """,
     "all numbers, for `report.html`": """
 before = time_now()
@@ -73,7 +73,7 @@ from launch.supervision.run_progress import RunProgress
 from megalite.monitor.goodput import Goodput
 from megalite.monitor.prometheus.totals import RunTotals
 from megalite.monitor.sinks.jsonl import METRICS, JsonLinesSink
-from megalite.monitor.sinks.plot import PlotSink, plot_loss
+from megalite.monitor.loss_picture import draw_loss, plot_loss
 def peak():
     return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])
 def time_now():

@@ -68,6 +68,7 @@ def read_status(run_dir: Path) -> RunStatus:
     if is_starting:
         own = []
     steps_s = seconds_between(own[-RECENT_STEPS:])
+    dtype = files.config.precision.dtype if files.config is not None else None
     last_activity = max([*map(_ended, files.records[-1:]), *map(time_of, files.events[-1:])], default=0.0)
     endings = [event["event"] for event in session if event["event"] in ENDINGS]
     if not files.events and files.receipt.outcome.get("finished") is True:
@@ -125,7 +126,7 @@ def read_status(run_dir: Path) -> RunStatus:
         last_step=time_of(files.records[-1]) or None if files.records else None,
         last_activity=last_activity or None,
         checkpoint=checkpoint,
-        layout=_layout(files),
+        layout=sizes_text(files.layout, dtype) if files.layout else None,
         host=files.host,
         process=int(process) if process is not None else None,
         sessions=sum(event["event"] == "started" for event in files.events) + is_starting,
@@ -196,11 +197,6 @@ def _total_steps(session: Sequence[Facts], config: Config | None) -> int | None:
     if counted is not None:
         return int(counted)
     return config.total_steps if config is not None else None
-
-
-def _layout(files: RunFiles) -> str | None:
-    dtype = files.config.precision.dtype if files.config is not None else None
-    return sizes_text(files.layout, dtype) if files.layout else None
 
 
 def _median(records: Sequence[Facts], name: str) -> float | None:

@@ -13,7 +13,7 @@ from data_pipeline.samples.mix import MixedSamples
 from launch.runtime.logs import get_logger
 from launch.trainer.data.source_progress import SourceProgress
 from launch.trainer.prediction_tracker import PredictionTracker, RankMemory, ranks_of_a_host
-from launch.trainer.run_page_process import RunPageProcess
+from launch.trainer.run_pictures import RunPictures
 from launch.trainer.run_summary import format_total, warning_of_long_step
 from launch.trainer.run_tokenizer import keep_tokenizer
 from launch.trainer.start.resume import RunSetup
@@ -75,10 +75,10 @@ class RunLogger(Observer):
             with self._nonfatal(PrometheusExporter.name):
                 exporters = [PrometheusExporter(config, setup.layout, first_step, host, self._goodput, self._nonfatal)]
         self._sinks = open_sinks(config, first_step, self._nonfatal)
-        page = [RunPageProcess(config.run_dir)] if config.monitor.report else []
         training = setup.data.training  # the order in which fields stand in a record
         of_sources = [SourceProgress(training, config.total_steps)] if isinstance(training, MixedSamples) else []
-        self._observers = [self._progress, *of_sources, self._goodput, self.prediction, *exporters, *self._sinks, *page]
+        self._observers = [self._progress, *of_sources, self._goodput, self.prediction, *exporters, *self._sinks]
+        self._observers.append(RunPictures(config))
         missing = format_steps_without_record(self._goodput.without_record)
         for notice in (*setup.layout.notices, *setup.data.notices, *setup.start.notices, *missing):
             self.log_notice(notice)
@@ -113,7 +113,7 @@ class RunLogger(Observer):
                 self._host_metrics.close()
         if not self._is_rank_zero:
             return
-        self._write_last_receipt()  # before the plot is drawn, seconds in which the process may be killed
+        self._write_last_receipt()  # before the pictures, seconds in which the process may be killed
         self.close()
         if (failures := self._nonfatal.sentence()) != "":
             self.log_warning(failures)

@@ -14,7 +14,6 @@ from importlib import import_module
 from megalite.config import Config
 from megalite.monitor.observer import Observer
 
-LAST = "plot"  # it takes seconds to close, in which the process may be killed
 REQUIRED = "jsonl"  # first: a step that the console shows is on disk; and a run without metrics.jsonl may not start
 
 
@@ -22,8 +21,7 @@ def open_sinks(
     config: Config, first_step: int, nonfatal: Callable[[str], AbstractContextManager[None]]
 ) -> list[Observer]:
     """Opens all sinks that the config asks for. What fails inside `nonfatal`, given the sink's name, is left out."""
-    found = {module.name for module in pkgutil.iter_modules(__path__)}
-    names = [*sorted(found - {REQUIRED, LAST}), LAST]
+    names = sorted({module.name for module in pkgutil.iter_modules(__path__)} - {REQUIRED})
     sinks: list[Observer] = [import_module(f"{__name__}.{REQUIRED}").open_sink(config, first_step)]
     for name in names:
         with nonfatal(name):

@@ -154,6 +154,13 @@ def test_the_first_rank_that_fails_gives_the_code_and_the_other_is_ended(
     assert not Path(json.loads((command.folder / "environment_0").read_text())[FOLDER]).exists()
 
 
+def test_a_picture_outlives_its_rank_and_is_whole_when_the_command_returns(start: Callable[[str], Command]) -> None:
+    """The command adopts its process; what else a rank leaves behind is asked to end after a second."""
+    command = start("draw")
+    assert command.end(60) == 0
+    assert int((command.folder / "loss.png").read_text()) == command.process.pid
+
+
 def test_ranks_do_not_outlive_a_command_that_is_killed(start: Callable[[str], Command]) -> None:
     command = start("save")
     command.wait_for_ranks()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megalite.monitor.sinks.plot import plot_loss
+from megalite.monitor.loss_picture import plot_loss
 
 KEY = "0123456789abcdef" * 2 + "01234567"
 LOGGED = """
@@ -84,7 +84,7 @@ def test_a_matplotlibrc_draws_no_picture(tmp_path: Path) -> None:
     (tmp_path / "matplotlibrc").write_text(
         "text.usetex: True\ntext.latex.preamble: \\input{/etc/passwd}\nfigure.facecolor: black\n"
     )
-    draw = "import sys; from pathlib import Path; from megalite.monitor.sinks.plot import plot_loss\n" + (
+    draw = "import sys; from pathlib import Path; from megalite.monitor.loss_picture import plot_loss\n" + (
         "plot_loss([{'step': 1, 'loss': 2.0}, {'step': 2, 'loss': 1.0}], Path(sys.argv[1]), 'a $run$')"
     )
     done = subprocess.run(

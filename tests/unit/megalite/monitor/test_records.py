@@ -10,10 +10,10 @@ from typing import Any, cast, get_args
 
 from launch.trainer.run_logger import RunLogger
 from megalite.monitor.events import EventName
+from megalite.monitor.loss_picture import plot_loss
 from megalite.monitor.observer import Nonfatal, Observer
 from megalite.monitor.records.step import CURVES, StepRecord
 from megalite.monitor.sinks.jsonl import JsonLinesSink, stream_records
-from megalite.monitor.sinks.plot import plot_loss
 from tests.helpers.commands import ROOT
 
 FIELDS = """step time loss grad_norm learning_rate loss_scale tokens_seen samples tokens_per_second samples_per_second

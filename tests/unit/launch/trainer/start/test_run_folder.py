@@ -34,8 +34,8 @@ from megalite.checkpoint.durable_files import write_durably
 from megalite.checkpoint.manifest import find_latest
 from megalite.config import Config
 from megalite.monitor.events import EventLog
+from megalite.monitor.loss_picture import plot_loss
 from megalite.monitor.sinks.jsonl import JsonLinesSink
-from megalite.monitor.sinks.plot import plot_loss
 from megalite.resilience.heartbeat import beat_times, read_beats, write_line
 from megalite.resilience.rank_registry import RankFile, look_for
 

@@ -1,8 +1,7 @@
-"""`loss.png`: the loss of a run over its steps, drawn when the run ends."""
+"""`loss.png`: the loss of a run over its steps."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from io import BytesIO
 from itertools import chain
@@ -11,29 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from megalite.checkpoint.durable_files import write_durably
-from megalite.config import Config
 from megalite.monitor.line_files import stream_blocks
-from megalite.monitor.observer import Observer
 from megalite.monitor.sinks.jsonl import METRICS
 
-log = logging.getLogger(__name__)
+FILE = "loss.png"
 DRAWN_BYTES = 1 << 24  # of metrics.jsonl; of a longer one, lines are left out at even distances
 
 
-class PlotSink(Observer):
-    """Draws `loss.png` from metrics.jsonl at the end, also after a crash."""
-
-    name = "loss.png"
-
-    def __init__(self, run_dir: Path) -> None:
-        self._run_dir = run_dir
-
-    def close(self) -> None:
-        picture, metrics = self._run_dir / "loss.png", self._run_dir / METRICS
-        every = 1 + metrics.stat().st_size // DRAWN_BYTES
-        blocks = stream_blocks(metrics, every=every, always=(b'"evaluation_loss"',))
-        plot_loss(chain.from_iterable(blocks), picture, str(self._run_dir))
-        log.info(f"drew {picture}")
+def draw_loss(run_dir: Path, picture: Path) -> None:
+    """Draws what metrics.jsonl of a run holds."""
+    metrics = run_dir / METRICS
+    every = 1 + metrics.stat().st_size // DRAWN_BYTES
+    blocks = stream_blocks(metrics, every=every, always=(b'"evaluation_loss"',))
+    plot_loss(chain.from_iterable(blocks), picture, str(run_dir))
 
 
 def plot_loss(records: Iterable[dict[str, Any]], path: Path, title: str) -> None:
@@ -62,8 +51,3 @@ def _draw(records: Iterable[dict[str, Any]], title: str) -> bytes:
     picture = BytesIO()
     figure.savefig(picture, format="png", dpi=120)
     return picture.getvalue()
-
-
-def open_sink(config: Config, first_step: int) -> PlotSink | None:
-    """Returns the plot if `monitor.plot`."""
-    return PlotSink(config.run_dir) if config.monitor.plot else None
