@@ -1,12 +1,13 @@
 """Causal self-attention of one block, its heads cut over the tensor-parallel ranks.
 
-In and out: hidden states `[batch, seq(/tp), hidden]`, with the micro-batch's `AttentionInputs`, and sample ids
+In and out: hidden states `[batch, seq/cp(/tp), hidden]`, with the micro-batch's `AttentionInputs`, and sample ids
 `[batch]` where dropout is on. In generation a cache holds the keys and values of earlier tokens.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, cast
@@ -17,12 +18,13 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megalite.config import ModelConfig
-from megalite.parallel.collectives import TensorParallel, gather_heads
+from megalite.parallel.collectives import ContextParallel, TensorParallel, gather_heads
+from megalite.parallel.context import gather_tokens, heads_of_tokens, tokens_of_heads
 from megalite.parallel.dropout import Dropout
 from megalite.parallel.layers import BlockInput, Recompute, recomputed
 from megalite.parallel.linear import ColumnParallelLinear, Recomputable, RowParallelLinear, multipliable
 from megalite.parallel.norm import NORMS, FullWidthRMSNorm
-from models.attention_inputs import AttentionChoice, AttentionInputs, AttentionKind, Kernel, attention_inputs
+from models.attention_inputs import AttentionChoice, AttentionInputs, AttentionKind, Kernel, Seen, attention_inputs
 from models.attention_kernels import (
     FLASH_DTYPES,
     FUSED_KERNELS,
@@ -149,16 +151,17 @@ class Attention(nn.Module):
 
     def shared_inputs(self, x: BlockInput) -> AttentionInputs:
         """Returns what this layer's attention reads beside hidden states, made once for all layers of its kind."""
-        batch, seq = x.hidden.shape[0], x.hidden.shape[1] * (self.tp.size if self.tp.sequence_is_cut else 1)
+        batch, seq, cp = x.hidden.shape[0], x.hidden.shape[1] * self.tp.sequence_parts, self.tp.context
         dtype, device = multipliable(x.hidden[:0]).dtype, x.hidden.device
         cached = 0 if self.cache is None else self.cache.length
         assert self.cache is None or x.positions is None, "a cache is for one document"
         window = self.window if self.window is not None and self.window < seq + cached else None
-        kernel, _ = self.kernel(device, dtype, is_masked=window is not None or x.positions is not None)
+        is_masked = window is not None or x.positions is not None or (cp.size > 1 and cp.kind == "all_gather")
+        kernel, _ = self.kernel(device, dtype, is_masked=is_masked)
         kind = AttentionKind(kernel, self.rope, window, dtype, cached)
         shared = {} if x.shared is None else x.shared
         if kind not in shared:
-            shared[kind] = attention_inputs(kind, (batch, seq), device, x.positions, x.documents)
+            shared[kind] = attention_inputs(kind, (batch, seq), device, x.positions, x.documents, cp)
         return cast(AttentionInputs, shared[kind])
 
     def kernel(self, device: torch.device, dtype: torch.dtype, *, is_masked: bool) -> tuple[Kernel, str | None]:
@@ -179,8 +182,8 @@ class Attention(nn.Module):
         return ("fused", reason) if reason else ("varlen", None)
 
     def forward(self, hidden: Tensor | Recomputable, inputs: AttentionInputs, sample_ids: Tensor | None) -> Tensor:
-        """`[batch, seq(/tp), hidden]` -> the same."""
-        qkv = self.qkv_proj(hidden)  # [batch, seq, (heads + 2 kv_heads) * head_dim / tp]
+        """`[batch, seq/cp(/tp), hidden]` -> the same."""
+        qkv = self.qkv_proj(hidden)  # [batch, seq/cp, (heads + 2 kv_heads) * head_dim / tp]
         if self.norms == "full_width":
             # [batch, seq, features/tp] each; a rank's k and v may be a slice of a head
             q_size = self.local_heads * self.head_dim
@@ -208,29 +211,41 @@ class Attention(nn.Module):
         return torch.cat((q, kv.flatten(2)), dim=-1)
 
     def _attend(self, qkv: Tensor, inputs: AttentionInputs, sample_ids: Tensor | None) -> Tensor:
-        q, k, v = self._heads(qkv, inputs)  # [batch, seq, heads/tp, head_dim]
-        is_grouped = self.local_heads != self.local_kv_heads
-        if inputs.kernel == "varlen":
-            assert inputs.boundaries is not None
-            context = attend_to_documents(q, k, v, inputs.boundaries, self.window, self.scale, is_grouped=is_grouped)
-            return context.flatten(2).to(qkv.dtype)
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [batch, heads/tp, seq, head_dim]
+        q, k, v = self._heads(qkv, inputs)  # [batch, seq/cp, heads/tp, head_dim]
+        attend = partial(self._attend_to, kernel=inputs.kernel, sample_ids=sample_ids)
+        if self.tp.context.size > 1:
+            context = _attend_beside_others(q, k, v, inputs.seen, self.tp.context, attend)
+        else:
+            context = attend(q, k, v, *inputs.seen)
+        return context.flatten(2).to(qkv.dtype)  # [batch, seq/cp, heads * head_dim / tp]
+
+    def _attend_to(
+        self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, kernel: Kernel, sample_ids: Tensor | None
+    ) -> Tensor:
+        """Attends from consecutive tokens: q `[batch, queries, heads, head_dim]`, k, v `[batch, keys, heads, head_dim]`
+        -> as q."""
+        is_grouped = q.shape[2] != k.shape[2]
+        if kernel == "varlen":
+            assert seen.boundaries is not None and seen.key_boundaries is not None
+            boundaries = seen.boundaries, seen.key_boundaries
+            return attend_to_documents(q, k, v, boundaries, self.window, self.scale, is_grouped=is_grouped)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [batch, heads, tokens, head_dim]
         if self.cache is not None:
             assert not torch.is_grad_enabled(), "a cache is for inference, without gradients"
             # keys that the window of the first query still contains; 0: all
             reach = 0 if self.window is None else self.window + q.shape[2] - 1
             k, v = (x[:, :, -reach:].to(q.dtype) for x in self.cache.append(k, v))
-        if inputs.kernel == "explicit":
-            context = self._attend_explicitly(q, k, v, inputs.mask, sample_ids)
-        elif inputs.kernel == "flex":
+        if kernel == "explicit":
+            context = self._attend_explicitly(q, k, v, seen, sample_ids)
+        elif kernel == "flex":
             assert self.softcap is not None
-            context = attend_capped(q, k, v, inputs.block_mask, self.softcap, self.scale, is_grouped=is_grouped)
+            context = attend_capped(q, k, v, seen.block_mask, self.softcap, self.scale, is_grouped=is_grouped)
         else:
-            context = self._attend_fused(q, k, v, inputs.mask)
-        return context.transpose(1, 2).flatten(2).to(qkv.dtype)  # [batch, seq, heads * head_dim / tp]
+            context = self._attend_fused(q, k, v, seen.mask)
+        return context.transpose(1, 2)
 
     def _heads(self, qkv: Tensor, inputs: AttentionInputs) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns q, k, v `[batch, seq, heads/tp, head_dim]`, normalized and rotated."""
+        """Returns q, k, v `[batch, seq/cp, heads/tp, head_dim]`, normalized and rotated."""
         sizes, cos, sin = (self.local_heads, self.local_kv_heads, self.local_kv_heads), inputs.cos, inputs.sin
         heads = qkv.unflatten(-1, (sum(sizes), self.head_dim))
         if self.norms == "per_head":
@@ -245,10 +260,10 @@ class Attention(nn.Module):
         return rotated_heads(heads, cos, sin, *sizes[:2])
 
     def _attend_fused(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """Attends by torch's fused attention: `[batch, heads/tp, seq, head_dim]` -> the same."""
-        is_grouped, is_masked = self.local_heads != self.local_kv_heads, mask is not None
+        """Attends by torch's fused attention: `[batch, heads, queries, head_dim]` -> the same."""
+        is_grouped, is_masked = q.shape[1] != k.shape[1], mask is not None
         if is_grouped and not self.takes_groups(q.device, q.dtype, is_masked=is_masked):
-            k, v, is_grouped = self._for_each_head(k), self._for_each_head(v), False
+            k, v, is_grouped = _for_each_head(k, q), _for_each_head(v, q), False
         is_causal = mask is None and q.shape[2] > 1
         with sdpa_kernel(WITHOUT_CUDNN) if is_masked and q.device.type != "cpu" else nullcontext():
             return F.scaled_dot_product_attention(
@@ -271,16 +286,10 @@ class Attention(nn.Module):
             choice = torch._fused_sdp_choice(q, k, k, mask, 0.0, not is_masked, enable_gqa=q.shape != k.shape)
         return FUSED_KERNELS[SDPBackend(choice)]
 
-    def _for_each_head(self, x: Tensor) -> Tensor:
-        """Copies keys or values for each query head: `[batch, kv_heads/tp, ...]` -> `[batch, heads/tp, ...]`."""
-        return x.repeat_interleave(self.local_heads // self.local_kv_heads, dim=1)
-
-    def _attend_explicitly(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sample_ids: Tensor | None
-    ) -> Tensor:
-        """Attends with our dropout or softcap, which SDPA does not take: holds `[batch, heads/tp, seq, seq]` scores
+    def _attend_explicitly(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, sample_ids: Tensor | None) -> Tensor:
+        """Attends with our dropout or softcap, which SDPA does not take: holds `[batch, heads, queries, keys]` scores
         several times."""
-        k, v = self._for_each_head(k), self._for_each_head(v)
+        k, v, mask, place = _for_each_head(k, q), _for_each_head(v, q), seen.mask, seen.end - q.shape[2]
         if self.softcap is None:
             scores = q * self.scale @ k.transpose(2, 3)
         else:
@@ -290,7 +299,26 @@ class Attention(nn.Module):
         probabilities = scores.softmax(dim=-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
         if not self.dropout.is_active:
             return probabilities @ v
-        return self.dropout.probabilities(probabilities, sample_ids) @ (v * self.dropout.scale)
+        exchanged = self.tp.context.rank * q.shape[1] if q.shape[1] < self.local_heads else 0
+        head = self.tp.rank * self.local_heads + exchanged
+        return self.dropout.probabilities(probabilities, sample_ids, head, place) @ (v * self.dropout.scale)
+
+
+def _attend_beside_others(
+    q: Tensor, k: Tensor, v: Tensor, seen: Sequence[Seen], cp: ContextParallel, attend: Callable[..., Tensor]
+) -> Tensor:
+    """Attends on a rank that shares sequences: `[batch, seq/cp, heads, head_dim]` -> the same."""
+    if cp.kind == "ulysses":
+        q, k, v = (tokens_of_heads(x, cp) for x in (q, k, v))
+        return heads_of_tokens(attend(q, k, v, *seen), cp)
+    k, v = gather_tokens(torch.cat((k, v), dim=2), cp).chunk(2, dim=2)
+    parts = zip(q.chunk(len(seen), dim=1), seen, strict=True)
+    return torch.cat([attend(own, k[:, : at.end], v[:, : at.end], at) for own, at in parts], dim=1)
+
+
+def _for_each_head(x: Tensor, q: Tensor) -> Tensor:
+    """Copies keys or values for each head of `q`: `[batch, kv_heads, ...]` -> `[batch, heads, ...]`."""
+    return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
 
 
 def norm_of_each_head(model: ModelConfig, tp: TensorParallel) -> nn.Module:

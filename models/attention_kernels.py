@@ -28,21 +28,29 @@ FUSED_KERNELS[SDPBackend.CUDNN_ATTENTION] = "cuDNN"
 
 
 def attend_to_documents(
-    q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, window: int | None, scale: float, *, is_grouped: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    boundaries: tuple[Tensor, Tensor],
+    window: int | None,
+    scale: float,
+    *,
+    is_grouped: bool,
 ) -> Tensor:
     """Attends causally within documents, and within `window` tokens up to the query itself, by flash attention.
 
-    q, k, v: `[batch, seq, heads, head_dim]`; boundaries as in `AttentionInputs`. Out: as q.
+    q `[batch, queries, heads, head_dim]`, k, v `[batch, keys, heads, head_dim]`; boundaries: those of queries and keys,
+    as in `Seen`; of a document the last keys are those of its queries. Out: as q.
     """
     from torch.nn.attention.varlen import varlen_attn  # which imports torch's compiler
 
-    longest = q.shape[1]  # an upper bound, so that nobody has to ask the device
+    longest = q.shape[1], k.shape[1]  # upper bounds, so that nobody has to ask the device
     left = -1 if window is None else window - 1  # tokens before the query; -1: all
     query, key, value = (x.flatten(0, 1) for x in (q, k, v))
     options: dict[str, Any] = {"scale": scale, "window_size": (left, 0)}
     if "enable_gqa" in (varlen_attn.__kwdefaults__ or ()):  # torch 2.11 takes grouped heads as they are
         options["enable_gqa"] = is_grouped
-    context = varlen_attn(query, key, value, boundaries, boundaries, longest, longest, **options)
+    context = varlen_attn(query, key, value, *boundaries, *longest, **options)
     assert isinstance(context, Tensor)  # nothing else was asked for
     return context.unflatten(0, q.shape[:2])
 

@@ -16,15 +16,16 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 
-def document_mask(positions: Tensor, window: int | None = None) -> Tensor:
-    """Returns the causal mask within documents, `[batch, 1, seq, seq]`; positions `[batch, seq]`, 0 at a start."""
+def document_mask(positions: Tensor, window: int | None = None, queries: int | None = None) -> Tensor:
+    """Returns the causal mask within documents of the last `queries` tokens, or of all, `[batch, 1, queries, seq]`."""
     seq = positions.shape[1]
+    queries = queries or seq
     document = (positions == 0).cumsum(dim=1)
-    same = document.unsqueeze(2) == document.unsqueeze(1)
-    return (same & causal_mask(seq, seq, window, positions.device)).unsqueeze(1)
+    same = document[:, -queries:].unsqueeze(2) == document.unsqueeze(1)
+    return (same & causal_mask(queries, seq, window, positions.device)).unsqueeze(1)
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=8)  # two chunks of a rank, with a window and without
 @torch.inference_mode(False)  # training may reuse a mask that generation has cached
 def causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
     """Returns `[queries, keys]` for the last `queries` of `keys` tokens, made once for all layers and steps."""
@@ -39,7 +40,7 @@ def numbers_of(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
 
 
-added_to_scores = lru_cache(maxsize=2)(torch.inference_mode(False)(numbers_of))  # by the identity of a `causal_mask`
+added_to_scores = lru_cache(maxsize=4)(torch.inference_mode(False)(numbers_of))  # by the identity of a `causal_mask`
 
 
 def count_documents(positions: Tensor) -> Tensor:
@@ -64,6 +65,15 @@ def document_boundaries(positions: Tensor, documents: int | None) -> Tensor:
     return F.pad(found, (0, 1), value=total)[: min(power, total) + 1]
 
 
+def query_boundaries(keys: Tensor, queries: int, end: int) -> Tensor:
+    """Returns the boundaries of the last `queries` of each row's `end` tokens, from those of all of them: a document
+    that ends before them has no queries."""
+    if queries == end:
+        return keys
+    row = keys // end
+    return (row * queries + (keys - row * end - (end - queries)).clamp_(min=0)).to(torch.int32)
+
+
 @lru_cache(maxsize=4)
 @torch.inference_mode(False)
 def row_boundaries(batch: int, seq: int, device: torch.device) -> Tensor:
@@ -72,26 +82,31 @@ def row_boundaries(batch: int, seq: int, device: torch.device) -> Tensor:
 
 
 def made_block_mask(
-    shape: tuple[int, int], window: int | None, device: torch.device, positions: Tensor | None
+    shape: tuple[int, int, int], window: int | None, device: torch.device, positions: Tensor | None
 ) -> BlockMask:
-    """Returns FlexAttention's mask: which blocks of 128 x 128 scores exist; no tensor of all scores is made."""
+    """Returns FlexAttention's mask of [batch, queries, keys]: which blocks of 128 x 128 scores exist; no tensor of all
+    scores is made."""
     if positions is None:
-        return _causal_block_mask(shape[1], window, device)
+        return _causal_block_mask(*shape[1:], window, device)
     document = (positions == 0).cumsum(dim=1)
     return _create_block_mask(shape, window, device, document)
 
 
 @lru_cache(maxsize=4)
-def _causal_block_mask(seq: int, window: int | None, device: torch.device) -> BlockMask:
-    return _create_block_mask((1, seq), window, device, None)
+def _causal_block_mask(queries: int, keys: int, window: int | None, device: torch.device) -> BlockMask:
+    return _create_block_mask((1, queries, keys), window, device, None)
 
 
 def _create_block_mask(
-    shape: tuple[int, int], window: int | None, device: torch.device, document: Tensor | None
+    shape: tuple[int, int, int], window: int | None, device: torch.device, document: Tensor | None
 ) -> BlockMask:
     from torch.nn.attention.flex_attention import create_block_mask
 
+    batch, queries, keys = shape
+    first = keys - queries
+
     def is_seen(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        query = query + first
         seen = query >= key
         if window is not None:
             seen &= query - key < window
@@ -99,6 +114,6 @@ def _create_block_mask(
 
     # not compiled it makes all scores' places first
     make = create_block_mask if device.type == "cpu" else torch.compile(create_block_mask)
-    rows = None if document is None else shape[0]
-    made: BlockMask = make(is_seen, rows, None, shape[1], shape[1], device=str(device))
+    rows = None if document is None else batch
+    made: BlockMask = make(is_seen, rows, None, queries, keys, device=str(device))
     return made

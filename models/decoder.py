@@ -21,6 +21,7 @@ from megalite.config import Config, ModelConfig
 from megalite.parallel.activation_offload import ActivationOffload
 from megalite.parallel.adapters import with_adapters
 from megalite.parallel.collectives import TensorParallel
+from megalite.parallel.context import own_places, own_spans
 from megalite.parallel.dropout import Dropout
 from megalite.parallel.layers import BlockInput, CompilableBlock, LayerSpec, Recompute, recomputed
 from megalite.parallel.linear import VocabParallelEmbedding, replicated_weight, sharded_parameter
@@ -120,15 +121,18 @@ class PositionEmbedding(nn.Module):
 
     def forward(self, x: BlockInput) -> BlockInput:
         """`[batch, seq(/tp), hidden]` -> the same."""
-        rows = x.hidden.shape[1]
-        first = self.tp.rank * rows if self.tp.sequence_is_cut else 0
-        if x.positions is None:
-            stop = self.offset + first + rows
-            known = len(self.weight)
-            assert stop <= known, f"a sequence of {stop} tokens, but there are {known} learned positions"
-            vectors = self.weight[stop - rows : stop]
+        rows, known = x.hidden.shape[1], len(self.weight)
+        length = rows * self.tp.sequence_parts
+        if x.positions is not None:
+            vectors = F.embedding(x.positions[:, own_places(rows, self.tp, x.hidden.device)], self.weight)
         else:
-            vectors = F.embedding(x.positions[:, first : first + rows], self.weight)
+            stop = self.offset + length
+            assert stop <= known, f"a sequence of {stop} tokens, but there are {known} learned positions"
+            whole = self.weight[self.offset : stop]
+            spans = [whole[at.start : at.stop] for at in own_spans(length, self.tp.context)]
+            vectors = spans[0] if len(spans) == 1 else torch.cat(spans)
+            if self.tp.sequence_is_cut:
+                vectors = vectors[self.tp.rank * rows :][:rows]
         return x._replace(hidden=self.dropout(x.hidden + vectors, x.sample_ids))
 
 

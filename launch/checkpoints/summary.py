@@ -18,6 +18,7 @@ LAYOUT = {
     "tensor_parallel_size": "tp",
     "pipeline_parallel_size": "pp",
     "data_parallel_size": "dp",
+    "context_parallel_size": "cp",
     "zero_stage": "zero",
 }
 MAIN_OPTIONS = {

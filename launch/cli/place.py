@@ -98,7 +98,7 @@ def _host_rows(placement: Placement, mesh: Mesh) -> list[dict[str, Any]]:
     rows, first = [], 0
     for name, count in placement.hosts:
         at = [mesh.coordinate(rank) for rank in range(first, first + count)]
-        stages, replicas = sorted({c.pipeline_rank for c in at}), sorted({c.data_rank for c in at})
+        stages, replicas = sorted({c.pipeline_rank for c in at}), sorted({c.replica for c in at})
         ranks = {"host": name, "first_rank": first, "last_rank": first + count - 1}
         rows.append({**ranks, "stages": stages, "replicas": replicas})
         first += count
@@ -133,5 +133,5 @@ def parse_nodes(text: str, topology: Topology | None) -> list[Node]:
 def _layout(config: Config, room: int) -> ResolvedLayout:
     """Returns the layout on the ranks of the config, or if data parallelism is auto, on as many as fit `room` slots."""
     parallel = config.parallel
-    replica, replicas = parallel.tensor_parallel_size * parallel.pipeline_parallel_size, parallel.data_parallel_size
+    replica, replicas = parallel.ranks_per_replica, parallel.data_parallel_size
     return resolve_layout(config, replica * (max(1, room // replica) if replicas == "auto" else replicas), "cuda")

@@ -55,7 +55,7 @@ def wanted_ranks(config: Config, hosts: Sequence[Host], spares: int, device: Dev
     if config.unresolved_options:
         return most_ranks(config, slots, per_node(hosts), device)
     parallel = config.parallel
-    replica, data = parallel.tensor_parallel_size * parallel.pipeline_parallel_size, parallel.data_parallel_size
+    replica, data = parallel.ranks_per_replica, parallel.data_parallel_size
     wanted = slots // replica * replica if data == "auto" else replica * data
     if wanted > slots or not wanted:
         count = len(hosts) - spares

@@ -47,7 +47,7 @@ def scaled_configs(config: Config, ranks: Sequence[int], grow: Grow, *, is_weak:
     if sizes["data_parallel_size"] == "auto":
         sizes["data_parallel_size"] = 1
     own = SIZES[grow]
-    held = 1
+    held = parallel.context_parallel_size
     for option, size in sizes.items():
         held *= 1 if option == own else size
     points = []

@@ -33,6 +33,7 @@ CONFIG, RECEIPT = "config.yaml", "receipt.json"
 METRICS_BYTES = 1 << 19  # at the end of the file: the last thousand steps
 EVENTS_BYTES = 1 << 23
 SETTINGS_BYTES = 1 << 22  # of config.yaml or receipt.json
+LATEST_S = 1e11  # that any clock shows
 
 
 def number(value: Any) -> float | None:
@@ -211,8 +212,9 @@ def listed(value: Any) -> list[Any]:
 
 
 def time_of(entry: Facts) -> float:
-    """Returns when a record or event was written, in unix seconds; 0 if it does not say."""
-    return number(entry.get("time")) or 0.0
+    """Returns when a record or event was written, in unix seconds; 0 if it does not say, or what no clock shows."""
+    at = number(entry.get("time"))
+    return at if at is not None and abs(at) < LATEST_S else 0.0
 
 
 def seconds_between(records: Sequence[Facts]) -> list[float]:

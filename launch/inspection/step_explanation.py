@@ -141,7 +141,7 @@ def _predicted(run_dir: Path, receipt: Receipt, owner: Owner, problems: list[str
         problems.append(f"{run_dir / RECEIPT} has no predicted step time" + (f": {why}" if why else ""))
         return {}
     sizes = {name: size for name, size in vars(owner).items() if name.endswith("_parallel_size")}
-    if any(receipt.layout.get(name) != size for name, size in sizes.items()):
+    if any(({"context_parallel_size": 1} | receipt.layout).get(name) != size for name, size in sizes.items()):
         problems.append(f"{run_dir / RECEIPT} is of another layout than this step, and so is its prediction")
         return {}
     return {name: value for name, value in parts.items() if value is not None}
@@ -152,6 +152,7 @@ def largest_loss(found: StepExplanation) -> Loss | None:
     parts = found.parts_s
     losses = [
         Loss("tensor collectives", parts["tensor_collectives"], REMEDIES["tensor collectives"]),
+        Loss("context collectives", parts["context_collectives"], REMEDIES["context collectives"]),
         Loss("the synchronisation of replicas", parts["gradient_sync"] + parts["weights_sync"], REMEDIES["replicas"]),
         Loss("the optimizer", parts["optimizer"], REMEDIES["optimizer"]),
         *_beside_the_passes(found),
@@ -196,10 +197,9 @@ def _of_pipeline(pipeline: PipelineParts, faster: FasterSchedule | None) -> Iter
 def sentences(found: StepExplanation) -> Iterator[str]:
     """Yields the parts as sums, and the idle time of a pipeline."""
     owner, pipeline, wall_s = found.owner, found.pipeline, found.wall_s
-    sizes = f"tp{owner.tensor_parallel_size} pp{owner.pipeline_parallel_size} dp{owner.data_parallel_size}"
     schedule = f", {owner.schedule}" if owner.pipeline_parallel_size > 1 else ""
     batches = "1 micro-batch" if owner.micro_batches == 1 else f"{owner.micro_batches:,} micro-batches"
-    yield f"step {found.step} of {printable(str(found.run_dir))}: {sizes}{schedule}, {batches}, {seconds(wall_s)}"
+    yield f"step {found.step} of {printable(str(found.run_dir))}: {owner.sizes}{schedule}, {batches}, {seconds(wall_s)}"
     if pipeline is None:
         shown = {part: value for part, value in found.parts_s.items() if value >= SHOWN * wall_s and part != REST}
         if (rest_s := wall_s - sum(shown.values())) >= SHOWN * wall_s:
@@ -229,7 +229,7 @@ def advice(found: StepExplanation) -> str:
 
 def stages_table(pipeline: PipelineParts, owner: Owner) -> Table:
     """Builds a table of the medians of each stage, of a micro-batch through all its chunks."""
-    ranks = owner.tensor_parallel_size * owner.data_parallel_size
+    ranks = owner.tensor_parallel_size * owner.replicas
     rows = []
     for stage in pipeline.stages:
         weight = "" if stage.weight_gradient_s is None else seconds(stage.weight_gradient_s)

@@ -15,11 +15,11 @@ import numpy as np
 
 from launch.errors import LaunchError
 from launch.inspection.history import RunHistory
+from launch.inspection.run_files import LATEST_S
 from megalite.monitor.steps.alignment import AlignedStep, align
 from megalite.monitor.steps.timeline import Owner, RankTimeline, read_timeline, step_folder, steps_of
 
 BACKWARDS_S = 1e-3  # by which times of a device may go back where they are put together from several clocks
-LATEST_S = 1e11  # that any clock shows
 MOST_RANKS = 1 << 20  # of a layout that is believed
 LONG = 1.5  # times the median step: there is more in it than in others
 BESIDE = ("evaluation", "self_check", "checkpoint")
@@ -115,7 +115,7 @@ def _kept(run_dir: Path) -> list[int]:
 def _checked(timeline: RankTimeline, path: Path) -> RankTimeline:
     """Returns a timeline whose records are in the order of time. Raises ValueError where it cannot be true."""
     owner = timeline.owner
-    sizes = (owner.tensor_parallel_size, owner.pipeline_parallel_size, owner.data_parallel_size)
+    sizes = (owner.tensor_parallel_size, owner.pipeline_parallel_size, owner.replicas)
     where = (owner.tensor, owner.stage, owner.data)
     is_inside = all(0 <= place < size for place, size in zip(where, sizes, strict=True))
     world = sizes[0] * sizes[1] * sizes[2]
@@ -140,7 +140,7 @@ def _lacking(step: int, aligned: AlignedStep, read: int) -> Iterable[str]:
     """Yields a sentence for each thing that keeps the step from being whole."""
     timelines = aligned.timelines
     sizes = aligned.first.owner
-    world = sizes.tensor_parallel_size * sizes.pipeline_parallel_size * sizes.data_parallel_size
+    world = sizes.tensor_parallel_size * sizes.pipeline_parallel_size * sizes.replicas
     if read > len(timelines):
         yield f"step {step}: {read - len(timelines)} files are of an earlier start with another layout, and left out"
     if missing := [rank for rank in range(world) if rank not in timelines]:

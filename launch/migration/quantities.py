@@ -137,7 +137,7 @@ def _replicas(work: Derivation) -> None:
         return
     tp = work.size("parallel.tensor_parallel_size")
     pp = work.size("parallel.pipeline_parallel_size")
-    replicas, rest = divmod(per_node * nodes, tp * pp)
+    replicas, rest = divmod(per_node * nodes, tp * pp * work.size("parallel.context_parallel_size"))
     if rest:
         work.note(
             "gpus_per_node",

@@ -14,7 +14,7 @@ from launch.errors import LaunchError
 from megalite.config import Config, ConfigError, resolve_layout
 from megalite.config.batch_stages import shapes_of
 from megalite.config.rules.pipeline import FEWEST_CHUNKS, problems_with_schedule
-from megalite.config.sections import PipelineSchedule, RecomputeMode, TrainingConfig
+from megalite.config.sections import ContextParallelKind, PipelineSchedule, RecomputeMode, TrainingConfig
 from megalite.config.suggestions import nearest_name
 from megalite.planner.workload import recompute_in_short
 
@@ -33,6 +33,8 @@ class ParityLayout:
     schedule: PipelineSchedule = "1f1b"
     chunks: int = 0  # pieces of the model on each pipeline stage; 0: as few as the schedule has
     compile: str = "auto"  # or blocks, or none
+    cp: int = 1
+    cp_kind: str = "auto"  # or all_gather, or ulysses
 
     @property
     def pieces(self) -> int:
@@ -41,7 +43,7 @@ class ParityLayout:
 
     @property
     def world_size(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.dp * self.cp
 
     @property
     def axes(self) -> dict[str, Any]:
@@ -77,6 +79,8 @@ class ParityLayout:
             "tensor_parallel_size": self.tp,
             "pipeline_parallel_size": self.pp,
             "data_parallel_size": self.dp,
+            "context_parallel_size": self.cp,
+            "context_parallel_kind": self.cp_kind,
             "sequence_parallel": self.sequence_parallel,
             "zero_stage": self.zero,
             "pipeline_schedule": self.schedule,
@@ -120,12 +124,14 @@ def layout_of(config: Config, world_size: int) -> ParityLayout:
         tp=resolved.tensor_parallel_size,
         pp=resolved.pipeline_parallel_size,
         dp=resolved.data_parallel_size,
+        cp=resolved.context_parallel_size,
         zero=resolved.zero_stage,
         sequence_parallel=config.parallel.sequence_parallel,
         recompute=recompute_in_short(config.recompute.mode),
         accumulation=resolved.gradient_accumulation_steps,
         schedule=resolved.pipeline_schedule,
         chunks=0 if chunks == FEWEST_CHUNKS[resolved.pipeline_schedule] else chunks,
+        cp_kind=config.parallel.context_parallel_kind,
         compile=config.performance.compile,
     )
 
@@ -174,6 +180,7 @@ CHOICES: dict[str, tuple[dict[str, Any], str]] = {
         {name: name for name in get_args(PipelineSchedule)},
         f"one of {', '.join(get_args(PipelineSchedule))}",
     ),
+    "cp_kind": ({name: name for name in ("auto", *get_args(ContextParallelKind))}, "auto, all_gather or ulysses"),
     "compile": ({name: name for name in ("auto", "none", "blocks")}, "auto, none or blocks"),
     "zero": ({"1": 1, "2": 2, "3": 3}, "1, 2 or 3 (stage 0 is served by 1)"),
 }
@@ -208,6 +215,8 @@ AUTO = (
     ParityLayout(tp=2, dp=2, zero=3),
     ParityLayout(tp=2, pp=2, dp=2, accumulation=4),
     ParityLayout(tp=4, sequence_parallel=True),
+    ParityLayout(cp=2),
+    ParityLayout(tp=2, dp=2, cp=2, sequence_parallel=True),
 )
 """Axes one at a time or nearly so, then together; the config's own layout is run in addition."""
 

@@ -73,7 +73,7 @@ class MicroBatchGradients:
             dist.all_reduce(both, group=self._engine.tensor_parallel_group())
         dist.all_reduce(both, group=self._engine.data_parallel_group())
         scale = loss_scale(self._engine)
-        total, size = both / (self._engine.mesh.data_parallel_size * scale)
+        total, size = both / (self._engine.mesh.replicas * scale)
         return ((mean.double() - total).abs() / (size + self._smallest / scale)).nan_to_num(nan=torch.inf)
 
     def _both(self, weight: Tensor) -> Tensor:

@@ -271,10 +271,9 @@ def _optimizer(config: Config, changes: list[str]) -> dict[str, Any]:
 def _sequence_length(
     config: Config, layouts: Sequence[ParityLayout], changes: list[str], full: bool, with_stages: bool
 ) -> int:
-    """Returns a short length, of stages the longest, that every tensor-parallel size that cuts the sequence divides, if
-    the model allows it."""
+    """Returns a short length, of stages the longest, that every layout can cut, if the model allows it."""
     wanted, longest = config.training.sequence_length, config.model.max_position_embeddings
-    parts = math.lcm(*(layout.tp for layout in layouts if layout.sequence_parallel))
+    parts = math.lcm(*(each.tp**each.sequence_parallel * (2 * each.cp if each.cp > 1 else 1) for each in layouts))
     if with_stages:
         wanted, parts = sample_length(config.training), parts * math.lcm(*(s.parts for s in shapes_of(config.training)))
     length = min(longest, wanted if full else min(wanted, MOST_SEQUENCE))

@@ -33,6 +33,7 @@ from megalite.engine.build import build_engine
 from megalite.engine.engine import Engine
 from megalite.engine.optimizers.build import moments_of
 from megalite.engine.parameter_state import moment_names, read_parameter, reading_gradients, refresh, write_weight
+from megalite.parallel.context import own_places, sequence_places
 from megalite.parallel.layers import initialize_
 from megalite.parallel.shard import Shard
 from megalite.planner.cost.stage_parameters import recompute_of_blocks
@@ -163,7 +164,7 @@ def _fed(engine: Engine, count: int, batch: Batch) -> list[Batch]:
 def _forward(engine: Engine, layout: ParityLayout, training: Training) -> Iterator[ArrayBlock]:
     """Yields every layer's output and the logits, for the first batch at the initial weights."""
     batch = training.batches[0]
-    sequence, tp = batch.tokens.shape[1], engine.coordinate.tensor_rank
+    sequence, tp = batch.tokens.shape[1], engine.deepspeed.module.tensor_parallel
     with layer_outputs(engine.deepspeed.module, training.config.model) as outputs:
         for rows in _rows(engine, layout.accumulation, batch):
             outputs.clear()
@@ -171,8 +172,9 @@ def _forward(engine: Engine, layout: ParityLayout, training: Training) -> Iterat
             observed = [("activation", name, hidden) for name, hidden in outputs.items()]
             observed += [] if logits is None else [("logits", "logits", logits)]
             for kind, name, value in observed:
-                length = value.shape[1]
-                cut = slice(tp * length, (tp + 1) * length) if length < sequence else slice(0, sequence)
-                shape = (len(batch.tokens), sequence, value.shape[2])
-                where, numbers = (rows, cut, slice(0, shape[2])), value.float().cpu().numpy()
-                yield ArrayBlock(Quantity(training.name, kind), name, shape, where, numbers)
+                shape, numbers = (len(batch.tokens), sequence, value.shape[2]), value.float().cpu().numpy()
+                is_cut = value.shape[1] * tp.sequence_parts == sequence  # logits are not, by sequence parallelism
+                places = own_places(value.shape[1], tp) if is_cut else sequence_places(sequence, tp.context)
+                for at in np.split(np.arange(len(places)), np.flatnonzero(places.diff() != 1) + 1):
+                    where = rows, slice(int(places[at[0]]), int(places[at[-1]]) + 1), slice(0, shape[2])
+                    yield ArrayBlock(Quantity(training.name, kind), name, shape, where, numbers[:, at])

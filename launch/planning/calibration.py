@@ -92,6 +92,7 @@ class _Layout(_Lenient):
     tensor_parallel_size: PositiveInt
     pipeline_parallel_size: PositiveInt
     data_parallel_size: PositiveInt
+    context_parallel_size: PositiveInt = 1
 
 
 class _Receipt(_Lenient):
@@ -120,6 +121,7 @@ def read_run(path: Path) -> MeasuredRun:
     try:
         config = load_saved_config(folder / "config.yaml")
         world_size = sizes.tensor_parallel_size * sizes.pipeline_parallel_size * sizes.data_parallel_size
+        world_size *= sizes.context_parallel_size
         last = config.batches.shape_after(max(0, config.total_steps - 1))  # receipts tell of the last stage
         job = TrainingWorkload.of(config, unchecked_layout(config, world_size), last)
         steps, measured_s = _measured(folder, receipt)

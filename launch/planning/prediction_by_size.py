@@ -28,7 +28,7 @@ from megalite.units import duration
 
 HARDLY_EVER = 1e-9  # failures per 1,000 node-days, for a rate of 0, which has no mean time between failures
 TRIED, MOST_COUNTED = 5, 100_000  # numbers of GPUs, and the largest
-COMMUNICATION = ("tensor collectives", "between stages", "replicas")  # of `StepTime.parts`
+COMMUNICATION = ("tensor collectives", "context collectives", "between stages", "replicas")  # of `StepTime.parts`
 
 
 class NothingFits(LaunchError):
@@ -178,12 +178,12 @@ def job_on(config: Config, gpus: int) -> TrainingWorkload:
     parallel = config.parallel
     if parallel.data_parallel_size == "auto":
         return TrainingWorkload.of(config, resolve_layout(config, gpus, "cuda"))
-    replica = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    replica = parallel.ranks_per_replica
     there = parallel.data_parallel_size
     job = TrainingWorkload.of(config, resolve_layout(config, replica * there, "cuda"))
     if gpus % replica:
         raise LaunchError(
-            f"--gpus {gpus}: a replica of the model takes {replica} GPUs (tensor x pipeline): use "
+            f"--gpus {gpus}: a replica of the model takes {replica} GPUs (tensor x pipeline x context): use "
             f"{multiples_near(gpus, replica)}"
         )
     replicas = gpus // replica

@@ -133,6 +133,7 @@ def format_sizes(config: Config, layout: ResolvedLayout) -> str:
     return (
         f"tensor {layout.tensor_parallel_size} x pipeline {layout.pipeline_parallel_size}{schedule} x data "
         f"{layout.data_parallel_size}"
+        + (f" x context {layout.context_parallel_size}" if layout.context_parallel_size > 1 else "")
     )
 
 
@@ -173,7 +174,8 @@ def _products(config: Config, slots: int) -> list[int]:
     tensor = divisors(heads) if TENSOR in free else (parallel.tensor_parallel_size,)
     pipeline = stages if PIPELINE in free else (parallel.pipeline_parallel_size,)
     data = divisors(config.training.global_batch_size) if replicas == "auto" else (replicas,)
-    return sorted({tp * pp * dp for tp in tensor for pp in pipeline for dp in data if tp * pp * dp <= slots})[::-1]
+    counts = {tp * pp * dp * parallel.context_parallel_size for tp in tensor for pp in pipeline for dp in data}
+    return sorted(count for count in counts if count <= slots)[::-1]
 
 
 def _choose_for(config: Config, devices: Sequence[RankDevice]) -> ChosenLayout:

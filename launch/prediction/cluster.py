@@ -103,6 +103,7 @@ def _cpu_counts(config: Config, free: frozenset[OptionPath]) -> list[int]:
     """Numbers of ranks to try; stated sizes may need more of them than there are cores."""
     cores, parallel = cpu_count(), config.parallel
     stated = 1 if parallel.data_parallel_size == "auto" else parallel.data_parallel_size
+    stated *= parallel.context_parallel_size
     stated *= 1 if TENSOR in free else parallel.tensor_parallel_size
     stated *= 1 if PIPELINE in free else parallel.pipeline_parallel_size
     few = set(range(1, min(cores, MOST_TRIED) + 1))

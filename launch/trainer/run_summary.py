@@ -53,6 +53,7 @@ def run_facts(config: Config, layout: ResolvedLayout, data: RunData, start: Star
         "adapter_parameters": _in_adapters(config),
         "layout": layout_facts(layout)
         | {
+            "context_parallel_kind": layout.context_parallel_kind,
             "pipeline_schedule": layout.pipeline_schedule,
             "pipeline_chunks": layout.pipeline_chunks,
             "sequence_parallel": config.parallel.sequence_parallel,
@@ -135,6 +136,8 @@ def summary_lines(facts: Facts) -> Lines:
         zero += " (experimental in a pipeline)" * (layout["zero_stage"] == 3)
         if layout["pipeline_schedule"] != "1f1b":
             schedule = f" ({layout['pipeline_schedule']}, {plural(layout['pipeline_chunks'], 'chunk')} a stage)"
+    cp = layout.get("context_parallel_size", 1)
+    shared = f" x context {cp} ({layout['context_parallel_kind']})" if cp > 1 else ""
     parallel = ", ".join([zero, *["sequence parallel"] * layout["sequence_parallel"]])
     number, size = batch["micro_batches"], batch["micro_batch_size"]
     done = f", {length['steps_left']:,} of them left" if facts["start"]["step"] else ""
@@ -151,7 +154,7 @@ def summary_lines(facts: Facts) -> Lines:
         (
             "layout",
             f"tensor {layout['tensor_parallel_size']} x pipeline {layout['pipeline_parallel_size']}{schedule} x "
-            f"data {layout['data_parallel_size']}, {parallel}: {facts['devices']}",
+            f"data {layout['data_parallel_size']}{shared}, {parallel}: {facts['devices']}",
         ),
         ("per rank", _format_stages(facts["stages"])),
         ("recompute", of_stages([stage["recompute"] for stage in facts["stages"]])),

@@ -93,8 +93,8 @@ def _own_range(engine: Engine, parameter: nn.Parameter) -> tuple[int, int]:
     if parameter.requires_grad:
         return own_range(parameter)
     size = parameter.numel()
-    length = -(-size // engine.mesh.data_parallel_size)
-    start = min(size, length * engine.coordinate.data_rank)
+    length = -(-size // engine.mesh.replicas)
+    start = min(size, length * engine.coordinate.replica)
     return start, min(size, start + length)
 
 
@@ -108,7 +108,7 @@ def _own_numbers(engine: Engine, parameter: nn.Parameter, kind: str) -> Tensor:
 
 def _own_biases(engine: Engine) -> Iterator[tuple[str, Tensor]]:
     """Yields the biases of experts that this rank contributes: the first of those that hold a layer."""
-    if engine.expert_bias is not None and engine.coordinate.tensor_rank == engine.coordinate.data_rank == 0:
+    if engine.expert_bias is not None and engine.coordinate.tensor_rank == engine.coordinate.replica == 0:
         yield from engine.expert_bias.named()
 
 

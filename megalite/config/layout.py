@@ -8,9 +8,10 @@ from megalite.config.auto import PLACEHOLDERS
 from megalite.config.base import Device
 from megalite.config.config import Config
 from megalite.config.errors import ConfigError
+from megalite.config.rules.context import context_parallel_kind
 from megalite.config.rules.pipeline import FEWEST_CHUNKS
 from megalite.config.rules.rules import check_rules
-from megalite.config.sections import OffloadConfig, ParallelConfig, PipelineSchedule
+from megalite.config.sections import ContextParallelKind, OffloadConfig, ParallelConfig, PipelineSchedule
 from megalite.config.suggestions import dotted
 
 ZERO_STAGE_0_NOTICE = (
@@ -31,12 +32,19 @@ class ResolvedLayout:
     tensor_parallel_size: int
     pipeline_parallel_size: int
     data_parallel_size: int
+    context_parallel_size: int
+    context_parallel_kind: ContextParallelKind
     world_size: int
     gradient_accumulation_steps: int  # micro-batches per optimizer step on one replica
     zero_stage: int  # that DeepSpeed runs: 1 to 3
     pipeline_schedule: PipelineSchedule
     pipeline_chunks: int  # pieces of the model on each pipeline stage
     notices: tuple[str, ...]  # settings that are replaced by others, one sentence each; logged once at start
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the weights, over which gradients are summed and ZeRO cuts."""
+        return self.data_parallel_size * self.context_parallel_size
 
 
 def resolve_layout(config: Config, world_size: int, device: Device) -> ResolvedLayout:
@@ -66,6 +74,8 @@ def unchecked_layout(config: Config, world_size: int) -> ResolvedLayout:
         tensor_parallel_size=parallel.tensor_parallel_size,
         pipeline_parallel_size=parallel.pipeline_parallel_size,
         data_parallel_size=data_parallel_size,
+        context_parallel_size=parallel.context_parallel_size,
+        context_parallel_kind=context_parallel_kind(config),
         world_size=world_size,
         gradient_accumulation_steps=training.global_batch_size // (training.micro_batch_size * data_parallel_size),
         zero_stage=max(1, parallel.zero_stage),
@@ -78,39 +88,45 @@ def unchecked_layout(config: Config, world_size: int) -> ResolvedLayout:
 def wanted_world_size(config: Config, device_count: int | None) -> int:
     """Returns the number of processes to start on a machine with `device_count` GPUs (None: CPU ranks).
 
-    It is tp x pp x dp; a dp of `auto` fills the GPUs and is 1 on a CPU.
+    It is tp x pp x cp x dp; a dp of `auto` fills the GPUs and is 1 on a CPU.
     """
     parallel = config.parallel
-    tp, pp, dp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.data_parallel_size
+    replica, dp = parallel.ranks_per_replica, parallel.data_parallel_size
     if dp != "auto":
-        return tp * pp * dp
+        return replica * dp
     if device_count is None:
-        return tp * pp
-    if device_count < tp * pp:
+        return replica
+    if device_count < replica:
         raise ConfigError(
-            f"parallel.tensor_parallel_size {tp} x parallel.pipeline_parallel_size {pp} needs {tp * pp} "
+            f"{_sizes(parallel)} needs {replica} "
             f"GPUs, but this machine has {device_count}: use sizes whose product is at most {device_count}, "
             "or a hostfile with more machines"
         )
-    return device_count // (tp * pp) * tp * pp
+    return device_count // replica * replica
+
+
+def _sizes(parallel: ParallelConfig) -> str:
+    """Returns `parallel.tensor_parallel_size 2 x ...` of the axes within a replica."""
+    options = ["tensor_parallel_size", "pipeline_parallel_size"]
+    options += ["context_parallel_size"] * (parallel.context_parallel_size > 1)
+    return " x ".join(f"parallel.{option} {getattr(parallel, option)}" for option in options)
 
 
 def _data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:
-    tp, pp, dp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.data_parallel_size
-    replica = tp * pp
+    replica, dp = parallel.ranks_per_replica, parallel.data_parallel_size
     fitting, left_over = divmod(world_size, replica)
     if dp == "auto":
         if left_over:
             below = f"{fitting * replica} or " if fitting else ""
             raise ConfigError(
-                f"parallel.tensor_parallel_size {tp} x parallel.pipeline_parallel_size {pp} = {replica} does "
+                f"{_sizes(parallel)} = {replica} does "
                 f"not divide the {world_size} processes of this run: start {below}{(fitting + 1) * replica}"
             )
         return fitting
     if replica * dp != world_size:
         instead = "" if left_over else f", or set parallel.data_parallel_size to {fitting} or auto"
         raise ConfigError(
-            f"parallel.tensor_parallel_size {tp} x parallel.pipeline_parallel_size {pp} x parallel.data_parallel_size "
+            f"{_sizes(parallel)} x parallel.data_parallel_size "
             f"{dp} makes {replica * dp} process{'es' * (replica * dp > 1)}, but this run has {world_size}: start "
             f"{replica * dp}{instead}"
         )

@@ -30,6 +30,9 @@ from megalite.config.training_stage import TrainingStage
 PipelineSchedule = Literal["1f1b", "interleaved", "zero-bubble", "zb-v", "dualpipev"]
 
 
+ContextParallelKind = Literal["all_gather", "ulysses"]
+
+
 class ParallelConfig(Section):
     """Layout of the run. Every layout computes the same thing; layouts differ in memory and speed."""
 
@@ -48,6 +51,12 @@ class ParallelConfig(Section):
     data_parallel_size: RankCount | Literal["auto"] = "auto"
     """Number of replicas; `auto` uses all processes that tensor and pipeline parallelism leave."""
 
+    context_parallel_size: RankCount = 1
+    """Number of ranks that share every sequence, each with the same part of it in all layers."""
+
+    context_parallel_kind: ContextParallelKind | Literal["auto"] = "auto"
+    """How they attend to each other: gathered keys and values, or heads exchanged; `auto` moves fewer bytes."""
+
     sequence_parallel: bool = False
     """Cut activations between parallel layers along the sequence; no effect without tensor parallelism."""
 
@@ -56,6 +65,11 @@ class ParallelConfig(Section):
 
     gradient_bucket_size: PositiveInt = 50_000_000
     """Gradients, or new weights, in one collective of replicas (numbers, not bytes); a larger parameter goes alone."""
+
+    @property
+    def ranks_per_replica(self) -> int:
+        """Number of ranks that train one share of the samples."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.context_parallel_size
 
 
 Dtype = Literal["fp32", "bf16", "fp16"]

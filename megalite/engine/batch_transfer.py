@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megalite.parallel.collectives import ContextParallel
+from megalite.parallel.context import own_spans
 from megalite.parallel.layers import BlockInput
 
 
@@ -32,6 +34,30 @@ class MicroBatch(Protocol):
     def sources(self) -> np.ndarray | None: ...  # [micro_batch] int64 of a mix, places of their sources by sorted names
     @property
     def global_valid_targets(self) -> int | None: ...  # with a loss, of the global batch; None: the replicas count them
+
+
+class CutBatch(NamedTuple):
+    """A `MicroBatch` with this rank's part of each sequence, `[micro_batch, seq/cp]`, and the positions of whole ones,
+    which attention needs."""
+
+    tokens: np.ndarray
+    targets: np.ndarray
+    positions: np.ndarray | None
+    samples: np.ndarray
+    sources: np.ndarray | None
+    global_valid_targets: int | None
+
+
+def cut_sequences(micro_batches: Sequence[MicroBatch], cp: ContextParallel) -> Sequence[MicroBatch]:
+    """Returns the micro-batches with this rank's part of their sequences."""
+    cut: list[MicroBatch] = []
+    for batch in micro_batches:
+        spans = own_spans(batch.tokens.shape[1], cp)
+        tokens, targets = (
+            np.concatenate([x[:, at.start : at.stop] for at in spans], axis=1) for x in (batch.tokens, batch.targets)
+        )
+        cut.append(CutBatch(tokens, targets, batch.positions, batch.samples, batch.sources, batch.global_valid_targets))
+    return cut
 
 
 class DeviceBatch(NamedTuple):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megalite.config import Config, ResolvedLayout
 from megalite.config.batch_stages import BatchShape, shapes_of
-from megalite.engine.batch_transfer import BatchTransfer, DeviceBatch, MicroBatch
+from megalite.engine.batch_transfer import BatchTransfer, DeviceBatch, MicroBatch, cut_sequences
 from megalite.engine.deepspeed.internals import flat_groups
 from megalite.engine.deepspeed.loss_scale import loss_scaler_tensor
 from megalite.engine.deepspeed.process_groups import Grid
@@ -35,7 +35,7 @@ from megalite.engine.statistics.source_losses import SourceLosses
 from megalite.engine.step_decision import StepDecision, StepGate
 from megalite.engine.step_participant import StepParticipant
 from megalite.engine.step_result import Readback, StepResult
-from megalite.parallel.collectives import TensorParallel
+from megalite.parallel.collectives import ContextParallel, TensorParallel
 from megalite.parallel.expert_balance import expert_balances
 from megalite.parallel.layers import named_shards
 from megalite.parallel.loss import IGNORED
@@ -51,18 +51,19 @@ class Engine(ABC):
 
     def __init__(self, config: Config, layout: ResolvedLayout, mesh: Mesh, activity: Activity) -> None:
         self.config, self.layout, self.mesh, self.activity = config, layout, mesh, activity
-        self.coordinate = mesh.coordinate(dist.get_rank())
+        self.coordinate, self._replicas = mesh.coordinate(dist.get_rank()), mesh.replicas
         self._grid = Grid(mesh)
         self._tp = TensorParallel(
             mesh.tensor_parallel_size,
             self.coordinate.tensor_rank,
             self._grid.get_slice_parallel_group(),
             config.parallel.sequence_parallel,
+            self._grid.context_parallel(layout),
         )
         self._make = LayerMaker(config, layout, self._grid)
         peers = activity.peers
         # ZeRO-3 gathers weights on the way
-        self._compute_peers = peers.stage if layout.zero_stage == 3 else peers.tensor
+        self._compute_peers = peers.stage if layout.zero_stage == 3 else peers.layer
         self.tied_weight: TiedWeight | None = None  # whose copy another rank holds, or the copy
         self.deepspeed: Any
         self.torch_optimizer: torch.optim.Optimizer
@@ -95,7 +96,7 @@ class Engine(ABC):
         if self.config.data.sources:
             self.source_losses = SourceLosses(len(self.config.data.sources), device)
             self._participants.append(self.source_losses)
-        if self.layout.zero_stage < 3 and self.mesh.data_parallel_size > 1:
+        if self.layout.zero_stage < 3 and self._replicas > 1:
             at_once = [] if self.tied_weight is None else [self.tied_weight.weight]
             self.gathers = WeightGathers(self.deepspeed.optimizer, model, self.activity, at_once)
         self._participants += [each for each in (self.gathers, self.tied_weight) if each is not None]
@@ -105,7 +106,7 @@ class Engine(ABC):
     def bias_experts(self) -> None:
         """Lets this rank's routers choose with a bias, zeros until it is loaded or moved by a step."""
         if self.expert_counts is not None and self.expert_bias is None:
-            replicas = self.data_parallel_group() if self.mesh.data_parallel_size > 1 else None
+            replicas = self.data_parallel_group() if self._replicas > 1 else None
             rate = self.config.training.router.bias_rate
             self.expert_bias = ExpertBias(self.expert_counts, rate, replicas, self.activity)
             self._participants.append(self.expert_bias)
@@ -125,7 +126,7 @@ class Engine(ABC):
 
     @abstractmethod
     def logits(self, micro_batch: MicroBatch) -> Tensor | None:
-        """`[micro_batch, seq, vocab]` in evaluation mode, on ranks that hold the head; collective over the replica.
+        """`[micro_batch, seq/cp, vocab]` in evaluation mode, on ranks that hold the head; collective over the replica.
 
         Every rank is given the micro-batch, which may be of any shape. All logits at once: for small batches.
         """
@@ -143,14 +144,14 @@ class Engine(ABC):
 
     def _over_replicas(self, numbers: Tensor) -> Tensor:
         """Returns numbers of the ranks with the last layer, added up over replicas, on all ranks; collective."""
-        if self.mesh.data_parallel_size > 1:
+        if self._replicas > 1:
             dist.all_reduce(numbers, group=self.data_parallel_group())
         return numbers
 
     def _reduced_losses(self, losses: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
         """Returns the mean over the global batch of what `_accumulate_gradients` returned, and the sums of
         `SourceLosses` over all replicas, which travel with it; collective."""
-        loss, replicas = self._sum_of(losses), self.mesh.data_parallel_size
+        loss, replicas = self._sum_of(losses), self._replicas
         if self.source_losses is None:
             return self._over_replicas(loss) / replicas, None
         numbers = self._over_replicas(torch.cat([loss.double().view(1), self.source_losses.sums.flatten()]))
@@ -168,15 +169,20 @@ class Engine(ABC):
         self.shape = shape
         self.activity.batch_changes += 1
         self.deepspeed.set_train_micro_batch_size(shape.micro_batch_size)
-        self.deepspeed.set_train_batch_size(shape.global_batch_size)
+        self.deepspeed.set_train_batch_size(shape.global_batch_size * self.mesh.context_parallel_size)
 
     def data_parallel_group(self) -> dist.ProcessGroup:
-        """Returns the group of the ranks that hold what this one holds, one per replica."""
+        """Returns the group of the ranks that hold what this one holds, one per copy of the weights."""
         return self._grid.get_data_parallel_group()
 
     def tensor_parallel_group(self) -> dist.ProcessGroup | None:
         """Returns the group of the ranks that share this one's layers and samples; None if this one does alone."""
         return self._tp.group
+
+    @property
+    def context_parallel(self) -> ContextParallel:
+        """The ranks that share this one's sequences."""
+        return self._tp.context
 
     def pipeline_groups(self) -> list[dist.ProcessGroup]:
         """Returns the groups of this rank's pipeline; none if the model is not cut into stages."""
@@ -191,6 +197,8 @@ class Engine(ABC):
         valid token has loss and gradient 0 and is taken: AdamW's moments decay, and momentum and decay move weights.
         """
         self.activity.begin_phase(Phase.STEP)
+        if self._tp.context.size > 1:
+            micro_batches = cut_sequences(micro_batches, self._tp.context)
         for group in self.torch_optimizer.param_groups:
             group["lr"] = learning_rate
         weight = self._token_weight(micro_batches)
@@ -225,6 +233,8 @@ class Engine(ABC):
         each part and returns that of the next one, equal on all ranks; what it raises ends the evaluation.
         """
         self.activity.begin_phase(Phase.EVALUATION)
+        if self._tp.context.size > 1:
+            micro_batches = cut_sequences(micro_batches, self._tp.context)
         self.deepspeed.eval()
         weight, losses, done = self._token_weight(micro_batches), list[Tensor](), 0
         part = count if next_part is None else self.mesh.pipeline_parallel_size
@@ -240,7 +250,7 @@ class Engine(ABC):
         finally:
             self.deepspeed.train()
         self.activity.record_op(Operation.LOSS, peers=self._loss_peers)
-        loss = self._over_replicas(self._sum_of(torch.cat(losses) if losses else ())) / self.mesh.data_parallel_size
+        loss = self._over_replicas(self._sum_of(torch.cat(losses) if losses else ())) / self._replicas
         self.activity.record_op(Operation.FINISH, peers=self.activity.peers.everyone)
         return loss
 
@@ -255,14 +265,14 @@ class Engine(ABC):
         known = micro_batches[0].global_valid_targets if micro_batches else 0
         valid = sum(int((batch.targets != IGNORED).sum()) for batch in micro_batches) if known is None else known
         total = torch.full((), float(valid), device=self.deepspeed.device)  # a copy from the host would wait
-        if known is None and self.mesh.data_parallel_size > 1:
+        if known is None and self._replicas > 1:
             self.activity.record_op(Operation.COUNT_TOKENS, peers=self.activity.peers.data)
             dist.all_reduce(total, group=self.data_parallel_group())
-        return self.mesh.data_parallel_size / total.clamp(min=1.0)
+        return self._replicas / total.clamp(min=1.0)
 
     def _weigh_balance_losses(self) -> None:
         """Makes routers add their balance losses, each as the mean over the sequences of the global batch."""
-        sequences = self.shape.global_batch_size / self.mesh.data_parallel_size  # gradients are averaged
+        sequences = self.shape.global_batch_size / self._replicas  # gradients are averaged
         loss_scale = current_loss_scale(self.deepspeed.optimizer) if self.balances else 1.0
         for _, _, balance in self.balances:
             balance.losses, balance.scale = self.config.training.router, loss_scale / sequences

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megalite.config import Config, ResolvedLayout
-from megalite.engine.batch_transfer import DeviceBatch, MicroBatch
+from megalite.engine.batch_transfer import DeviceBatch, MicroBatch, cut_sequences
 from megalite.engine.deepspeed.step import backward
 from megalite.engine.engine import Engine
 from megalite.engine.stages import Chunk
@@ -56,7 +56,7 @@ class PlainEngine(Engine):
     def logits(self, micro_batch: MicroBatch) -> Tensor:
         self.deepspeed.eval()
         with torch.no_grad():
-            (batch,) = self._transfer([micro_batch])
+            (batch,) = self._transfer(cut_sequences([micro_batch], self._tp.context))
             logits: Tensor = self.deepspeed(batch.inputs)
         self.deepspeed.train()
         return logits

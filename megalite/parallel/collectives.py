@@ -15,6 +15,8 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional  # those that a compiled block is made of
 from torch import Tensor
 
+from megalite.config.sections import ContextParallelKind
+
 # torch 2.13 renamed both and warns about the old names
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
@@ -23,18 +25,37 @@ REDUCTION_NAMES = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.MAX: "max"}
 
 
 @dataclass(frozen=True)
-class TensorParallel:
-    """The tensor-parallel group that a layer is cut over."""
+class RankGroup:
+    """Ranks that share the work of layers, and this one's place among them."""
 
     size: int = 1
     rank: int = 0
     group: dist.ProcessGroup | None = None
+
+
+@dataclass(frozen=True)
+class ContextParallel(RankGroup):
+    """The ranks that share sequences: each has the same part of them in all layers (`megalite.parallel.context`)."""
+
+    kind: ContextParallelKind = "all_gather"
+
+
+@dataclass(frozen=True)
+class TensorParallel(RankGroup):
+    """The tensor-parallel group that a layer is cut over, and the group that its sequences are cut over."""
+
     sequence_parallel: bool = False
+    context: ContextParallel = ContextParallel()
 
     @property
     def sequence_is_cut(self) -> bool:
         """True if hidden states between the parallel parts hold only this rank's slice of the sequence."""
         return self.sequence_parallel and self.size > 1
+
+    @property
+    def sequence_parts(self) -> int:
+        """Parts that a sequence is cut into between the parallel parts."""
+        return self.context.size * (self.size if self.sequence_is_cut else 1)
 
 
 class Begun(NamedTuple):
@@ -50,7 +71,7 @@ class Begun(NamedTuple):
         return self.tensor
 
 
-def begin_all_gather(x: Tensor, tp: TensorParallel) -> Begun:
+def begin_all_gather(x: Tensor, tp: RankGroup) -> Begun:
     """Begins to stack the ranks' tensors along the first dim: `[rows, ...]` -> `[tp * rows, ...]`. No gradient."""
     if torch.compiler.is_compiling():
         assert tp.group is not None
@@ -74,7 +95,7 @@ def begin_sum(x: Tensor, tp: TensorParallel) -> Begun:
     return Begun(mine, getattr(dist, REDUCE_SCATTER)(mine, x, group=tp.group, async_op=True))
 
 
-def all_reduce(x: Tensor, tp: TensorParallel, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+def all_reduce(x: Tensor, tp: RankGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     """Reduces over the group, in place where `x` is contiguous. No gradient."""
     if tp.size == 1:
         return x
@@ -86,12 +107,12 @@ def all_reduce(x: Tensor, tp: TensorParallel, op: dist.ReduceOp.RedOpType = dist
     return x
 
 
-def all_gather(x: Tensor, tp: TensorParallel, dim: int) -> Tensor:
+def all_gather(x: Tensor, tp: RankGroup, dim: int) -> Tensor:
     """Concatenates the ranks' tensors along `dim`. No gradient."""
     return x if tp.size == 1 else _unstacked(begin_all_gather(x, tp).wait(), tp.size, dim)
 
 
-def reduce_scatter(x: Tensor, tp: TensorParallel, dim: int) -> Tensor:
+def reduce_scatter(x: Tensor, tp: RankGroup, dim: int) -> Tensor:
     """Sums over the ranks and keeps this rank's slice of `dim`. No gradient."""
     if tp.size == 1:
         return x

@@ -3,17 +3,19 @@
 A site is a `Dropout` module's canonical path, a sample id the sample's position in the data. The mask is hashed from
 them, not drawn from a generator, so a rank computes only the part that it holds, recomputation produces the same mask
 with no state to restore, CPU and GPU agree to the bit, and nothing waits for the device. In and out:
-hidden states `[batch, seq(/tp), hidden]`, or attention probabilities `[batch, heads/tp, seq, seq]`.
+hidden states `[batch, seq/cp(/tp), hidden]`, or attention probabilities `[batch, heads/tp, seq, seq]`.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
 from megalite.parallel.collectives import TensorParallel
+from megalite.parallel.context import own_places
 
 # splitmix64 (Steele 2014): its increment, and factors and shifts of its finalizer
 INCREMENT = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -52,25 +54,27 @@ class Dropout(nn.Module):
         """
         if not self.is_active:
             return hidden
-        rows = hidden.shape[1]
-        first = self.tp.rank * rows if self.tp.sequence_is_cut else 0
-        dropped = self._dropped(sample_ids, (range(first, first + rows),), hidden.shape[2])
+        places = own_places(hidden.shape[1], self.tp, hidden.device)
+        dropped = self._dropped(sample_ids, (places,), hidden.shape[2])
         return hidden.masked_fill_(dropped, 0.0).mul_(self.scale)
 
-    def probabilities(self, probabilities: Tensor, sample_ids: Tensor | None) -> Tensor:
-        """Drops from `[batch, heads/tp, seq, seq]` without scaling: to scale the values they weigh is cheaper."""
+    def probabilities(self, probabilities: Tensor, sample_ids: Tensor | None, head: int, place: int) -> Tensor:
+        """Drops from `[batch, heads, queries, keys]` without scaling: to scale the values they weigh is cheaper.
+
+        head, place: of the first query in the model and in its sequence.
+        """
         heads, rows, columns = probabilities.shape[1:]
-        first = self.tp.rank * heads
-        dropped = self._dropped(sample_ids, (range(first, first + heads), range(rows)), columns)
+        device = probabilities.device
+        indices = (torch.arange(at, at + count, device=device) for at, count in ((head, heads), (place, rows)))
+        dropped = self._dropped(sample_ids, indices, columns)
         return probabilities.masked_fill(dropped, 0.0)
 
-    def _dropped(self, sample_ids: Tensor | None, indices: tuple[range, ...], columns: int) -> Tensor:
+    def _dropped(self, sample_ids: Tensor | None, indices: Iterable[Tensor], columns: int) -> Tensor:
         """Returns the mask of elements to zero, bool `[batch, *indices, columns]`."""
         assert sample_ids is not None, "dropout in training needs the sample ids in the input"
         assert self._site is not None, "make_layer has not set the site of this dropout"
         keys = _mixed(sample_ids * INCREMENT + self._site)  # [batch]
-        for span in indices:
-            numbers = torch.arange(span.start, span.stop, device=sample_ids.device)
+        for numbers in indices:
             keys = _mixed(keys.unsqueeze(-1) + numbers * INCREMENT)  # [batch, *indices]
         threshold = min(round(self.rate * 2**32), 2**32 - 1) - 2**31  # of signed words
         if torch.compiler.is_compiling():

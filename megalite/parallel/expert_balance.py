@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from megalite.config.sections import RouterConfig
-from megalite.parallel.collectives import TensorParallel
+from megalite.parallel.collectives import ContextParallel, TensorParallel, all_reduce
 
 BIAS = "balance.bias"  # end of the canonical names of biases in checkpoints
 
@@ -73,10 +73,10 @@ class ExpertBalance(nn.Module):
         self.entropy: Tensor | None = None  # fp32: sum over tokens
 
     def forward(self, weights: Tensor, logits: Tensor, scores: Tensor, chosen: Tensor, ends: Tensor) -> Tensor:
-        """Returns `weights`, `[batch, seq, k]`, with the gradients of the losses attached.
+        """Returns `weights`, `[batch, seq/cp, k]`, with the gradients of the losses attached.
 
-        In: the router's logits and scores `[batch, seq, experts]`, of whole sequences on every tensor-parallel rank,
-        chosen experts `[batch, seq, k]`, and where each expert's rows end.
+        In: the router's logits and scores `[batch, seq/cp, experts]`, the same on every tensor-parallel rank,
+        chosen experts `[batch, seq/cp, k]`, and where each expert's rows end.
         """
         if not (self.training and torch.is_grad_enabled()):
             return weights
@@ -86,13 +86,14 @@ class ExpertBalance(nn.Module):
         if self.losses.sequence_loss:
             # equation 18 counts the best scores, whatever the bias makes of the choice
             best = chosen if self.bias is None else scores.topk(chosen.shape[-1], dim=-1).indices
-            losses.append(self.losses.sequence_loss * sequence_balance(scores, best).sum())
+            losses.append(self.losses.sequence_loss * sequence_balance(scores, best, self._tp.context).sum())
         if self.losses.z_loss:
             wide = logits.to(scores.dtype)
             losses.append(self.losses.z_loss * wide.logsumexp(dim=-1).square().mean(dim=1).sum())
         for loss in losses:
-            # every tensor-parallel rank computes the same, and their gradients are summed
-            weights = _WithGradientOf.apply(weights, loss, self.scale / self._tp.size)
+            # every tensor-parallel rank computes the same, and their gradients are summed; ranks that share sequences
+            # compute means of their parts
+            weights = _WithGradientOf.apply(weights, loss, self.scale / (self._tp.size * self._tp.context.size))
         return weights
 
     def count(self, ends: Tensor, entropy: Tensor) -> None:
@@ -102,16 +103,18 @@ class ExpertBalance(nn.Module):
         self.entropy += entropy
 
 
-def sequence_balance(scores: Tensor, chosen: Tensor) -> Tensor:
-    """Returns the sequence-wise balance of each sequence, `[batch]`: 1 where experts are used equally.
+def sequence_balance(scores: Tensor, chosen: Tensor, cp: ContextParallel) -> Tensor:
+    """Returns the sequence-wise balance of each sequence, `[batch]`: 1 where experts are used equally. That of a part
+    of a sequence, whose mean over the ranks that share it is the sequence's, counts the choices of all of it.
 
-    In: scores `[batch, seq, experts]` that sum to one, the experts with the best of them `[batch, seq, k]`.
+    In: scores `[batch, seq/cp, experts]` that sum to one, the experts with the best of them `[batch, seq/cp, k]`.
     """
     experts, choices = scores.shape[-1], chosen.flatten(1)  # [batch, seq * k]
     numbers = torch.arange(experts, device=chosen.device).repeat(len(choices), 1)
     ends = torch.searchsorted(choices.sort(dim=1).values, numbers, right=True)  # no sum in arbitrary order
     counts = ends.diff(dim=1, prepend=ends.new_zeros(len(ends), 1))  # [batch, experts]
-    return (counts * (experts / choices.shape[1]) * scores.mean(dim=1)).sum(dim=1)
+    counts = all_reduce(counts, cp)
+    return (counts * (experts / (choices.shape[1] * cp.size)) * scores.mean(dim=1)).sum(dim=1)
 
 
 class PlacedBalance(NamedTuple):

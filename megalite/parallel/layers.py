@@ -36,8 +36,8 @@ class BlockInput(NamedTuple):
     A named tuple, because ZeRO-3's hooks search tuples, but not dataclasses, for tensors.
     """
 
-    hidden: Tensor  # [batch, seq(/tp), hidden]; token ids [batch, seq] for the first layer
-    positions: Tensor | None = None  # [batch, seq], 0 where a document starts; None: one document per row
+    hidden: Tensor  # [batch, seq/cp(/tp), hidden]; token ids [batch, seq/cp] for the first layer
+    positions: Tensor | None = None  # [batch, seq] of whole sequences, 0 where a document starts; None: a row is one
     sample_ids: Tensor | None = None  # [batch], position of each sample in the data; None without dropout
     documents: int | None = None  # in the micro-batch, where the host knows their number without asking the device
     # what layers of one chunk make once for all of them, each by its own key; never sent between stages

@@ -16,42 +16,53 @@ from megalite.config import ModelConfig, ResolvedLayout
 
 @dataclass(frozen=True)
 class Coordinate:
-    """Position of one rank on the three axes."""
+    """Position of one rank on the axes."""
 
     pipeline_rank: int
-    data_rank: int
+    replica: int  # number of its copy of the weights: `data_rank * context_parallel_size + context_rank`
     tensor_rank: int
+    data_rank: int  # which samples it takes
+    context_rank: int  # which part of each
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The three sizes of a layout; tensor-parallel neighbours are adjacent ranks, stages are furthest apart.
+    """The sizes of a layout; tensor-parallel neighbours are adjacent ranks, then context-parallel ones, stages are
+    furthest apart.
 
     The order is DeepSpeed's `PipeModelDataParallelTopology` (pipe, data, model), so that both agree on every group.
+    Its data axis is that of `replicas`: ranks that share sequences hold the same weights too.
     """
 
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
+    context_parallel_size: int = 1
 
     @classmethod
     def of(cls, layout: ResolvedLayout) -> Self:
         """Takes the sizes from a resolved layout."""
-        return cls(layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.data_parallel_size)
+        sizes = layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.data_parallel_size
+        return cls(*sizes, layout.context_parallel_size)
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the weights, over which gradients are summed and ZeRO cuts."""
+        return self.data_parallel_size * self.context_parallel_size
 
     @property
     def world_size(self) -> int:
-        return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.replicas
 
-    def rank(self, pipeline_rank: int, data_rank: int, tensor_rank: int) -> int:
+    def rank(self, pipeline_rank: int, replica: int, tensor_rank: int) -> int:
         """Returns the global rank of a coordinate."""
-        return (pipeline_rank * self.data_parallel_size + data_rank) * self.tensor_parallel_size + tensor_rank
+        return (pipeline_rank * self.replicas + replica) * self.tensor_parallel_size + tensor_rank
 
     def coordinate(self, rank: int) -> Coordinate:
         """Returns the coordinate of a global rank, the inverse of `rank`."""
         outer, tensor_rank = divmod(rank, self.tensor_parallel_size)
-        pipeline_rank, data_rank = divmod(outer, self.data_parallel_size)
-        return Coordinate(pipeline_rank, data_rank, tensor_rank)
+        pipeline_rank, replica = divmod(outer, self.replicas)
+        return Coordinate(pipeline_rank, replica, tensor_rank, *divmod(replica, self.context_parallel_size))
 
     def place(self, rank: int) -> str:
         """Describes the coordinate of a global rank on the axes that are cut, as in "stage 1, replica 0"."""
@@ -59,12 +70,14 @@ class Mesh:
         axes = (
             ("stage", at.pipeline_rank, self.pipeline_parallel_size),
             ("replica", at.data_rank, self.data_parallel_size),
+            ("context rank", at.context_rank, self.context_parallel_size),
             ("tensor rank", at.tensor_rank, self.tensor_parallel_size),
         )
         return ", ".join(f"{name} {index}" for name, index, size in axes if size > 1)
 
     def __str__(self) -> str:
-        return f"tp={self.tensor_parallel_size} pp={self.pipeline_parallel_size} dp={self.data_parallel_size}"
+        sizes = f"tp={self.tensor_parallel_size} pp={self.pipeline_parallel_size} dp={self.data_parallel_size}"
+        return sizes if self.context_parallel_size == 1 else f"{sizes} cp={self.context_parallel_size}"
 
 
 def block_cost(model: ModelConfig, layer: int) -> float:

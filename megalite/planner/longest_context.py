@@ -39,7 +39,7 @@ def context_lengths(
         raise ConfigError("--longest-context: training.stages states lengths of its own: leave it out")
 
     own, parallel = config.training.sequence_length, config.parallel
-    parts = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    parts = parallel.ranks_per_replica
     replicas = 1 if free & {TENSOR, PIPELINE} else max(1, cluster.accelerators // parts)
 
     def judged(length: int) -> ContextLength:

@@ -262,7 +262,8 @@ def options_of(layout: ParallelLayout) -> dict[OptionPath, Any]:
 def sizes(config: Config, ranks: Ranks, free: frozenset[OptionPath], *, crosses: bool) -> Iterator[tuple[int, int]]:
     """Yields sizes of tensor and pipeline parallelism that use all accelerators, the first inside nodes or across
     them."""
-    world, parallel = ranks.count, config.parallel
+    parallel = config.parallel
+    world = ranks.count // parallel.context_parallel_size
     for tp in divisors(world) if TENSOR in free else (parallel.tensor_parallel_size,):
         is_inside = ranks.per_node % tp == 0
         if is_inside == crosses:
@@ -411,6 +412,7 @@ def _layout(config: Config, tp: int, pp: int, world_size: int) -> ParallelLayout
     return ParallelLayout(
         tensor_parallel_size=tp,
         pipeline_parallel_size=pp,
-        data_parallel_size=max(1, world_size // (tp * pp)),
+        data_parallel_size=max(1, world_size // (tp * pp * config.parallel.context_parallel_size)),
+        context_parallel_size=config.parallel.context_parallel_size,
         micro_batch_size=config.training.micro_batch_size,
     )

@@ -9,7 +9,7 @@ from typing import Literal, Self, TypeVar
 
 from megalite.config import Config, ModelConfig, ResolvedLayout
 from megalite.config.batch_stages import BatchShape, largest_shape
-from megalite.config.sections import AdapterConfig, Dtype, PipelineSchedule, RecomputeMode
+from megalite.config.sections import AdapterConfig, ContextParallelKind, Dtype, PipelineSchedule, RecomputeMode
 from megalite.schedules.tables import Schedule
 from megalite.units import of_stages
 
@@ -32,6 +32,8 @@ class ParallelLayout:
     recompute: Recompute | tuple[Recompute, ...] = "none"  # of all stages, or of each
     micro_batch_size: int = 1
     pipeline_schedule: PipelineSchedule = "1f1b"
+    context_parallel_size: int = 1
+    context_parallel_kind: ContextParallelKind = "all_gather"
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -43,12 +45,18 @@ class ParallelLayout:
         return (modes,) * self.pipeline_parallel_size if isinstance(modes, str) else modes
 
     @property
+    def replicas(self) -> int:
+        """Copies of the weights, over which gradients are summed and ZeRO cuts."""
+        return self.data_parallel_size * self.context_parallel_size
+
+    @property
     def world_size(self) -> int:
-        return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.replicas
 
     def __str__(self) -> str:
         """`tp 8 pp 4 dp 2 zb-v ZeRO-2 sequence-parallel full recompute micro-batch 2`, defaults left out."""
         words = [f"tp {self.tensor_parallel_size} pp {self.pipeline_parallel_size} dp {self.data_parallel_size}"]
+        words += [f"cp {self.context_parallel_size} {self.context_parallel_kind}"] * (self.context_parallel_size > 1)
         if self.pipeline_schedule != "1f1b":
             is_choice = self.pipeline_schedule == "interleaved"
             words.append(self.pipeline_schedule + f" {self.pipeline_chunks}" * is_choice)
@@ -171,7 +179,8 @@ class TrainingWorkload:
 
     @property
     def micro_batch_tokens(self) -> int:
-        return self.layout.micro_batch_size * self.sequence_length
+        """Tokens of a micro-batch that a rank computes."""
+        return self.layout.micro_batch_size * self.sequence_length // self.layout.context_parallel_size
 
     @property
     def tokens_per_step(self) -> int:
@@ -189,6 +198,8 @@ class TrainingWorkload:
                 pipeline_schedule=layout.pipeline_schedule if layout.pipeline_parallel_size > 1 else "1f1b",
                 pipeline_chunks=layout.pipeline_chunks if layout.pipeline_parallel_size > 1 else 1,
                 data_parallel_size=layout.data_parallel_size,
+                context_parallel_size=layout.context_parallel_size,
+                context_parallel_kind=layout.context_parallel_kind,
                 zero_stage=layout.zero_stage,
                 sequence_parallel=config.parallel.sequence_parallel,
                 recompute=config.recompute.mode,

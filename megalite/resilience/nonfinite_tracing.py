@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalite.distributed.agreement import from_all_ranks
-from megalite.engine.batch_transfer import MicroBatch
+from megalite.engine.batch_transfer import MicroBatch, cut_sequences
 from megalite.engine.deepspeed.internals import resident_weights
 from megalite.engine.deepspeed.loss_scale import loss_scaler_state, set_loss_scaler_state
 from megalite.engine.engine import Engine
@@ -99,7 +99,7 @@ def gradient_norms(engine: Engine) -> list[tuple[str, float]]:
     names, norms = [], []
     for parameter, gradient in read_gradients(engine):
         shard = parameter.shard  # type: ignore[attr-defined]
-        if at.data_rank == 0 and not (shard.is_replicated and at.tensor_rank):
+        if at.replica == 0 and not (shard.is_replicated and at.tensor_rank):
             names.append(shard.name)
             norms.append(torch.linalg.vector_norm(gradient))
     return _named_norms(names, torch.stack(norms).tolist() if norms else [])
@@ -132,7 +132,7 @@ def gather_rank_reports(
         RankLocation(dist.get_rank(), at.pipeline_rank, at.data_rank, at.tensor_rank, socket.gethostname()),
         result.loss,
         _bad_weights(engine),
-        _token_losses(result, micro_batches),
+        _token_losses(engine, result, micro_batches),
         tuple(tuple((batch.samples // engine.shape.parts).tolist()) for batch in micro_batches),
         tuple(norms),
     )
@@ -159,7 +159,7 @@ def run_again(
             result = engine.train_step(micro_batches, learning_rate, _RefusesAll())
     finally:
         set_loss_scaler_state(optimizer, now)
-    losses = _token_losses(result, micro_batches)
+    losses = _token_losses(engine, result, micro_batches)
     bad = [number for number, loss in enumerate(losses, start=1) if not math.isfinite(loss)]
     behind_all_layers = [FirstNonfinite("forward", LOSS, number, LAST) for number in bad[:1]]
     found = from_all_ranks([*sightings, *behind_all_layers], list[FirstNonfinite])
@@ -259,11 +259,11 @@ def _bad_weights(engine: Engine) -> tuple[str, ...]:
     return tuple(names[:NAMED_WEIGHTS])
 
 
-def _token_losses(result: StepResult, micro_batches: Sequence[MicroBatch]) -> tuple[float, ...]:
+def _token_losses(engine: Engine, result: StepResult, micro_batches: Sequence[MicroBatch]) -> tuple[float, ...]:
     if not result.micro_losses or result.token_weight is None:
         return ()
     sums = (torch.stack(result.micro_losses) / result.token_weight).tolist()
-    valid = [int((batch.targets != IGNORED).sum()) for batch in micro_batches]
+    valid = [int((batch.targets != IGNORED).sum()) for batch in cut_sequences(micro_batches, engine.context_parallel)]
     return tuple(total / max(1, count) for total, count in zip(sums, valid, strict=True))
 
 

@@ -157,7 +157,7 @@ def _copies(engine: Engine, moment: int) -> list[_ReplicaCopy]:
             copies.append(_ReplicaCopy(key, bit_hash(numbers).to(engine.deepspeed.device), groups))
 
     at, tensor_ranks = engine.coordinate, engine.deepspeed.module.tensor_parallel
-    replicas = (engine.data_parallel_group(),) if engine.mesh.data_parallel_size > 1 else ()
+    replicas = (engine.data_parallel_group(),) if engine.mesh.replicas > 1 else ()
     tied = engine.tied_weight
     for name, parameter in engine.parameters():
         alike = (tensor_ranks.group,) if parameter.shard.is_replicated and tensor_ranks.size > 1 else ()  # type: ignore[attr-defined]
@@ -165,10 +165,10 @@ def _copies(engine: Engine, moment: int) -> list[_ReplicaCopy]:
         is_whole = is_whole_here(parameter)
         with_copy = (tied.group,) if tied is not None and tied.weight is parameter else ()
         groups = (*(replicas if is_whole else ()), *alike, *with_copy)
-        data_rank = ALL if is_whole else at.data_rank
+        data_rank = ALL if is_whole else at.replica
         add(_Key(moment, name, False, tensor_rank, data_rank), resident_weights(parameter), groups)
         if alike and (fragment := fp32_fragment(parameter)) is not None:
-            add(_Key(moment, name, True, tensor_rank, at.data_rank), fragment, alike)
+            add(_Key(moment, name, True, tensor_rank, at.replica), fragment, alike)
     if engine.expert_bias is not None:
         alike = (tensor_ranks.group,) if tensor_ranks.size > 1 else ()
         for name, bias in engine.expert_bias.named():

@@ -74,18 +74,21 @@ class Peers:
 
     everyone: tuple[int, ...]
     tensor: tuple[int, ...]  # its tensor-parallel group
-    data: tuple[int, ...]  # its data-parallel group: ranks that hold the same shard
+    layer: tuple[int, ...]  # ranks that share its layers and samples: those of tensor and context parallelism
+    data: tuple[int, ...]  # ranks that hold the same shard, one per copy of the weights
     stage: tuple[int, ...]  # all ranks of its pipeline stage
 
     @classmethod
     def of(cls, mesh: Mesh, rank: int) -> Peers:
         """Returns the peers of `rank`."""
-        replicas, slices = range(mesh.data_parallel_size), range(mesh.tensor_parallel_size)
+        replicas, slices = range(mesh.replicas), range(mesh.tensor_parallel_size)
         at = mesh.coordinate(rank)
-        stage, replica, cut = at.pipeline_rank, at.data_rank, at.tensor_rank
+        stage, replica, cut = at.pipeline_rank, at.replica, at.tensor_rank
+        sharing = range(replica - at.context_rank, replica - at.context_rank + mesh.context_parallel_size)
         return cls(
             everyone=tuple(range(mesh.world_size)),
             tensor=tuple(mesh.rank(stage, replica, each) for each in slices),
+            layer=tuple(mesh.rank(stage, one, other) for one in sharing for other in slices),
             data=tuple(mesh.rank(stage, each, cut) for each in replicas),
             stage=tuple(mesh.rank(stage, one, other) for one in replicas for other in slices),
         )

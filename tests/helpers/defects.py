@@ -18,6 +18,7 @@ import megalite.engine.initialization as initialization
 import megalite.engine.pipeline.pipelined as pipelined
 import megalite.engine.pipeline.tying as tying
 import megalite.engine.stages as stages
+import megalite.parallel.context as context
 import megalite.parallel.linear as linear
 import megalite.parallel.norm as norm
 import models.attention as attention
@@ -109,7 +110,7 @@ def last_micro_batch_is_not_reduced() -> None:
 
     def step(self: Any, *arguments: Any, **options: Any) -> Any:
         nonlocal factors
-        last = float(self.mesh.data_parallel_size) if self.coordinate.data_rank == 0 else 0.0
+        last = float(self.mesh.replicas) if self.coordinate.replica == 0 else 0.0
         factors = iter([1.0] * (self.layout.gradient_accumulation_steps - 1) + [last])
         return train_step(self, *arguments, **options)
 
@@ -353,3 +354,43 @@ def source_losses_of_the_last_micro_batch() -> None:
         original(self, *arguments)
 
     SourceLosses.add = add  # type: ignore[method-assign]
+
+
+def chunks_of_neighbours_are_exchanged() -> None:
+    """Gathered keys and values in the order of the ranks' chunks, as if none had one from the sequence's end."""
+    gather = context._GatherTokens.forward
+
+    def forward(ctx: Any, x: Tensor, cp: Any) -> Tensor:
+        early, *middle, late = gather(ctx, x, cp).chunk(context.chunks(cp), dim=1)
+        return torch.cat([early, *middle[::-1], late], dim=1)
+
+    context._GatherTokens.forward = forward  # type: ignore[assignment]
+
+
+def positions_begin_on_each_rank() -> None:
+    """RoPE by the place within a rank's part of the sequence."""
+
+    def places(length: int, cp: Any, device: torch.device) -> Tensor:
+        return torch.arange(length // cp.size, device=device)
+
+    attention_inputs.sequence_places = places
+
+
+def each_part_of_a_sequence_has_a_weight() -> None:
+    """The mean over valid tokens is taken over replicas that have samples of their own."""
+    token_weight = engine.Engine._token_weight
+
+    def weight(self: Any, micro_batches: Any) -> Tensor:
+        return token_weight(self, micro_batches) / self.mesh.context_parallel_size
+
+    engine.Engine._token_weight = weight  # type: ignore[method-assign]
+
+
+def key_gradients_are_not_reduced() -> None:
+    """A rank keeps what its own queries contribute to the gradients of its keys and values."""
+
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        spans = context.own_spans(grad.shape[1], ctx.cp)
+        return torch.cat([grad[:, at.start : at.stop] for at in spans], dim=1), None
+
+    context._GatherTokens.backward = backward  # type: ignore[assignment]

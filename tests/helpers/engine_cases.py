@@ -60,10 +60,12 @@ class Case:
     adapter: dict[str, Any] = field(default_factory=dict)  # the section
     fp16: dict[str, float] = field(default_factory=dict)  # the section deepspeed.fp16
     zero_options: dict[str, Any] | None = None  # of deepspeed.zero_optimization; None: as below
+    cp: int = 1
+    cp_kind: str = "auto"
 
     @property
     def world_size(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.dp * self.cp
 
     @property
     def batch(self) -> int:
@@ -89,6 +91,8 @@ class Case:
                     "tensor_parallel_size": self.tp,
                     "pipeline_parallel_size": self.pp,
                     "data_parallel_size": self.dp,
+                    "context_parallel_size": self.cp,
+                    "context_parallel_kind": self.cp_kind,
                     "sequence_parallel": self.sequence_parallel,
                     "zero_stage": self.zero,
                     "pipeline_schedule": self.schedule,

@@ -17,7 +17,7 @@ from launch.parity.problem import Dtype, ParityProblem, make_problem
 from launch.parity.verify import Plan, References
 from megalite.config import Config
 from megalite.config.rules.pipeline import SPLITS_BACKWARD
-from megalite.config.sections import PipelineSchedule
+from megalite.config.sections import ContextParallelKind, PipelineSchedule
 from tests.helpers.sizes import ODD_SIZES
 
 MODEL = ODD_SIZES | {"num_hidden_layers": 5, "num_key_value_heads": 2}
@@ -35,13 +35,15 @@ def legal_layouts(
     accumulations: Sequence[int],
     most: int,
     layers: int = MODEL["num_hidden_layers"],
+    context: Sequence[dict[str, Any]] = ({},),
 ) -> list[ParityLayout]:
     """Every combination that is not refused for every model of so many layers: tp and pp of `sizes`, at most `most`
-    ranks."""
+    ranks, ways in which ranks share sequences."""
     recompute = ("none", "selective", "full")
     schedules: tuple[PipelineSchedule, ...] = get_args(PipelineSchedule)
     axes = itertools.product(sizes, sizes, replicas, (1, 2, 3), (False, True), recompute, accumulations, schedules)
-    return [layout for layout in itertools.starmap(ParityLayout, axes) if _is_legal(layout, most, layers)]
+    layouts = [replace(layout, **shared) for layout in itertools.starmap(ParityLayout, axes) for shared in context]
+    return [layout for layout in layouts if _is_legal(layout, most, layers)]
 
 
 def _is_legal(layout: ParityLayout, most: int, layers: int) -> bool:
@@ -96,15 +98,18 @@ def _is_small(layout: ParityLayout) -> bool:
     longest, and a tied head on one replica shows nothing.
     """
     fewest = 2 if replace(layout, accumulation=2).allows(2) else 4
-    if layout.zero == 3 and (layout.dp == 1 == layout.pp or (layout.dp == 3 and layout.accumulation > 1)):
+    if layout.zero == 3 and (layout.dp == 1 == layout.pp * layout.cp or (layout.dp == 3 and layout.accumulation > 1)):
         return False
     return layout.accumulation in (1, fewest)
 
 
+SHARED_BY_TWO: list[dict[str, Any]] = [{"cp": 2, "cp_kind": kind} for kind in get_args(ContextParallelKind)]
 LAYOUTS = legal_layouts(sizes=(1, 2, 4), replicas=(1, 2, 3), accumulations=(1, 4), most=8)
 SMALL_LAYOUTS = [
     layout
-    for layout in legal_layouts(sizes=(1, 2), replicas=(1, 2, 3), accumulations=(1, 2, 4), most=6)
+    for layout in legal_layouts(
+        sizes=(1, 2), replicas=(1, 2, 3), accumulations=(1, 2, 4), most=6, context=({}, *SHARED_BY_TWO)
+    )
     if _is_small(layout)
 ]
 DEEP_LAYOUTS = [
@@ -171,7 +176,7 @@ def references_of(problem: ParityProblem, dtype: Dtype = "fp32", reference: str 
 
 def sample() -> list[Case]:
     """Small layouts and tied heads that hold every pair of settings; neighbours are of one family."""
-    chosen = covering(legal_cases(SMALL_LAYOUTS))
+    chosen = covering(legal_cases(SMALL_LAYOUTS))  # in which four ranks cut a sequence at most
     return sorted(chosen, key=lambda case: (str(Family.of(*case)), case[0].world_size))
 
 

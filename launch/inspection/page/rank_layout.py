@@ -37,7 +37,7 @@ def layout_section(found: PageData) -> PageSection:
         figure.append(keys([(colours[name], printable(name)) for name in names[: len(HOST_COLOURS)]]))
     caption = (
         f"{plural(mesh.world_size, 'rank')}: {plural(mesh.pipeline_parallel_size, 'pipeline stage')}, "
-        f"{plural(mesh.data_parallel_size, 'replica')} (rows), {plural(mesh.tensor_parallel_size, 'tensor rank')} "
+        f"{plural(mesh.replicas, 'replica')} (rows), {plural(mesh.tensor_parallel_size, 'tensor rank')} "
         "(beside each other in a row)."
     )
     if has_peers and slowest:
@@ -64,7 +64,7 @@ def _shown(mesh: Mesh) -> tuple[int, int, int]:
     """Returns how many stages, replicas and tensor ranks are drawn."""
     stages = min(mesh.pipeline_parallel_size, MOST_STAGES)
     tensors = min(mesh.tensor_parallel_size, max(1, MOST_CELLS // stages), 16)
-    return stages, min(mesh.data_parallel_size, MOST_REPLICAS, max(1, MOST_CELLS // (stages * tensors))), tensors
+    return stages, min(mesh.replicas, MOST_REPLICAS, max(1, MOST_CELLS // (stages * tensors))), tensors
 
 
 def _picture(

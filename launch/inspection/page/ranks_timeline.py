@@ -179,7 +179,7 @@ def _caption(
     step: int, timelines: Mapping[int, RankTimeline], shown: Mapping[int, RankTimeline], threshold: float
 ) -> str:
     owner = next(iter(timelines.values())).owner
-    sizes = f"tp{owner.tensor_parallel_size} pp{owner.pipeline_parallel_size} dp{owner.data_parallel_size}"
+    sizes = owner.sizes
     micro_batches = "1 micro-batch" if owner.micro_batches == 1 else f"{owner.micro_batches:,} micro-batches"
     schedule = f", {owner.schedule}" if owner.pipeline_parallel_size > 1 else ""
     sentences = [

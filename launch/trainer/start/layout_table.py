@@ -23,6 +23,7 @@ class RankRow:
     rank: int
     stage: int
     data_rank: int
+    context_rank: int
     tensor_rank: int
     layers: tuple[str, ...]
     parameters: int  # held on this rank before ZeRO partitions them, padding included
@@ -30,7 +31,7 @@ class RankRow:
 
 def layout_rows(config: Config, layout: ResolvedLayout) -> list[RankRow]:
     """Builds one row per rank. Layers are built on the meta device, so sizes are exact and take no memory."""
-    mesh = Mesh(layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.data_parallel_size)
+    mesh = Mesh.of(layout)
     specs = layers_of(config, ["none"] * config.model.num_hidden_layers)
     where = placement(Schedule(layout.pipeline_schedule), layout.pipeline_parallel_size, layout.pipeline_chunks)
     boundaries = stage_boundaries([spec.cost for spec in specs], [spec.is_block for spec in specs], len(where))
@@ -51,20 +52,23 @@ def layout_rows(config: Config, layout: ResolvedLayout) -> list[RankRow]:
         at = mesh.coordinate(rank)
         names = tuple(spec.name for spec in by_stage[at.pipeline_rank])
         load = loads[at.pipeline_rank, at.tensor_rank]
-        rows.append(RankRow(rank, at.pipeline_rank, at.data_rank, at.tensor_rank, names, load))
+        rows.append(RankRow(rank, at.pipeline_rank, at.data_rank, at.context_rank, at.tensor_rank, names, load))
     return rows
 
 
 def layout_table(rows: list[RankRow], layout: ResolvedLayout) -> Table:
     """Builds a table of the rows."""
     schedule = f" ({layout.pipeline_schedule})" if layout.pipeline_schedule != "1f1b" else ""
+    cp = layout.context_parallel_size
+    shared = f" x context {cp} ({layout.context_parallel_kind})" if cp > 1 else ""
     return Table(
-        ("rank", "stage", "data", "tensor", "layers", "parameters"),
+        ("rank", "stage", "data", *(["context"] if cp > 1 else []), "tensor", "layers", "parameters"),
         [
             (
                 str(row.rank),
                 str(row.stage),
                 str(row.data_rank),
+                *([f"{row.context_rank} of {cp}"] if cp > 1 else []),
                 f"{row.tensor_rank} of {layout.tensor_parallel_size}",
                 _layer_span(row.layers),
                 f"{row.parameters:,}",
@@ -72,9 +76,9 @@ def layout_table(rows: list[RankRow], layout: ResolvedLayout) -> Table:
             for row in rows
         ],
         title=f"tensor {layout.tensor_parallel_size} x pipeline {layout.pipeline_parallel_size}{schedule} x data "
-        f"{layout.data_parallel_size}, ZeRO-{layout.zero_stage}, "
+        f"{layout.data_parallel_size}{shared}, ZeRO-{layout.zero_stage}, "
         f"{layout.gradient_accumulation_steps} micro-batches per step",
-        text_columns=(4,),
+        text_columns=(4 + (cp > 1),),
     )
 
 

@@ -179,7 +179,9 @@ def write_receipt(config: Config, layout: ResolvedLayout, facts: dict[str, Any])
 
 def layout_facts(layout: ResolvedLayout) -> dict[str, int]:
     """Returns a layout as receipts and the manifests of checkpoints hold it."""
-    names = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "zero_stage")
+    names = ["tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "zero_stage"]
+    if layout.context_parallel_size > 1:
+        names.insert(3, "context_parallel_size")
     return {name: getattr(layout, name) for name in names}
 
 

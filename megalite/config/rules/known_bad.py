@@ -88,7 +88,7 @@ def check_known_bad(
 def settings_of(config: Config, layout: ResolvedLayout) -> dict[str, tuple[bool, str]]:
     """Returns, for the settings that rows name, whether a run has them, and their description with the run's values."""
     model, dtype = config.model, config.precision.dtype
-    stage, stages, replicas = layout.zero_stage, layout.pipeline_parallel_size, layout.data_parallel_size
+    stage, stages, replicas = layout.zero_stage, layout.pipeline_parallel_size, layout.replicas
     micro_batches = layout.gradient_accumulation_steps
     per_step = f"{micro_batches} micro-batches per step"
     zero, section = config.deepspeed.get("zero_optimization", {}), "deepspeed.zero_optimization"

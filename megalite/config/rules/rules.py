@@ -13,6 +13,7 @@ from megalite.config.config import Config
 from megalite.config.deepspeed import offloads_to_nvme
 from megalite.config.errors import ConfigError
 from megalite.config.rules.adapters import problems_with_adapter
+from megalite.config.rules.context import problems_with_context
 from megalite.config.rules.data import problems_with_data
 from megalite.config.rules.float8 import problems_with_float8
 from megalite.config.rules.model import problems_with_model
@@ -47,6 +48,7 @@ def broken_rules(config: Config, data_parallel_size: int | None, device: Device 
         *problems_with_model(config.model),
         *_router(config),
         *_layout(config),
+        *problems_with_context(config),
         *problems_with_pipeline(config, data_parallel_size),
         *problems_with_stages(config, lambda in_stage: _of_batch(in_stage, data_parallel_size)),
         *problems_with_performance(config, device),

@@ -19,7 +19,7 @@ def deepspeed_config(config: Config, layout: ResolvedLayout) -> dict[str, Any]:
     """Returns the configuration for `deepspeed.initialize`, with the user's `deepspeed` section merged in."""
     precision, training = config.precision, config.training
     ours: dict[str, Any] = {
-        "train_batch_size": training.global_batch_size,
+        "train_batch_size": training.global_batch_size * layout.context_parallel_size,  # it counts replicas
         "train_micro_batch_size_per_gpu": training.micro_batch_size,
         "gradient_accumulation_steps": layout.gradient_accumulation_steps,
         "gradient_clipping": training.gradient_clipping,  # 0 before 0.19.3, 1 since

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 
-from megalite.config import ConfigError
+from megalite.config import ConfigError, ResolvedLayout
 from megalite.distributed.rendezvous import Rendezvous
 from megalite.engine.deepspeed.internals import (
     keep_collective_uncompiled,
@@ -24,6 +24,7 @@ from megalite.engine.deepspeed.internals import (
     timeout_of,
 )
 from megalite.engine.deepspeed.uncompiled_optimizers import keep_optimizers_uncompiled
+from megalite.parallel.collectives import ContextParallel
 from megalite.parallel.mesh import Mesh
 
 
@@ -34,7 +35,7 @@ class Grid(PipelineParallelGrid):  # type: ignore[misc]
     """
 
     def __init__(self, mesh: Mesh) -> None:
-        tp, pp, dp = mesh.tensor_parallel_size, mesh.pipeline_parallel_size, mesh.data_parallel_size
+        tp, pp, dp = mesh.tensor_parallel_size, mesh.pipeline_parallel_size, mesh.replicas
         self._topo = topology = PipeModelDataParallelTopology(num_pp=pp, num_mp=tp, num_dp=dp)
         self.slice_parallel_size, self.pipe_parallel_size, self.data_parallel_size = tp, pp, dp
         self.global_rank, self.ds_model_world_size = dist.get_rank(), pp * tp
@@ -47,6 +48,15 @@ class Grid(PipelineParallelGrid):  # type: ignore[misc]
         self.ds_model_proc_group = self.pp_proc_group or self.slice_proc_group  # of a replica: DeepSpeed's norm
         if pp > 1 and tp > 1:
             self.ds_model_proc_group = group_among([topology.get_axis_list("data", replica) for replica in range(dp)])
+        cp = mesh.context_parallel_size
+        of_weights = topology.get_axis_comm_lists("data") if cp > 1 else []  # ranks of one are in order of replicas
+        self._context_rank = mesh.coordinate(dist.get_rank()).context_rank
+        self._context_group = group_among([ranks[at : at + cp] for ranks in of_weights for at in range(0, dp, cp)])
+
+    def context_parallel(self, layout: ResolvedLayout) -> ContextParallel:
+        """Returns the ranks that share this one's sequences."""
+        size, kind = layout.context_parallel_size, layout.context_parallel_kind
+        return ContextParallel(size, self._context_rank, self._context_group, kind)
 
 
 def group_among(groups: Sequence[Sequence[int]]) -> Any:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megalite.config import Config, ResolvedLayout
 from megalite.config.batch_stages import BatchShape
 from megalite.config.rules.pipeline import SPLITS_BACKWARD
-from megalite.engine.batch_transfer import DeviceBatch, MicroBatch
+from megalite.engine.batch_transfer import DeviceBatch, MicroBatch, cut_sequences
 from megalite.engine.deepspeed.process_groups import group_among
 from megalite.engine.deepspeed.zero_3 import let_stages_differ
 from megalite.engine.engine import Engine
@@ -177,7 +177,8 @@ class PipelinedEngine(Engine):
     def logits(self, micro_batch: MicroBatch) -> Tensor | None:
         self.deepspeed.eval()
         batch, sequence = micro_batch.tokens.shape
-        outputs = self._run(self._transfer([micro_batch]), (batch, sequence), None).run(self._forward_program(1))
+        on_device = self._transfer(cut_sequences([micro_batch], self._tp.context))
+        outputs = self._run(on_device, (batch, sequence), None).run(self._forward_program(1))
         self.deepspeed.train()
         return outputs[0] if outputs else None
 
@@ -188,7 +189,7 @@ class PipelinedEngine(Engine):
         if any((each.inputs.positions is None) == has_positions for each in micro_batches):
             raise ValueError(f"micro-batches must{' not' * (not has_positions)} have positions: see data.document_mask")
         layout = MessageLayout(
-            (batch, sequence // (self._tp.size if self._tp.sequence_is_cut else 1), model.hidden_size),
+            (batch, sequence // self._tp.sequence_parts, model.hidden_size),
             TORCH_DTYPES[self.config.precision.dtype],
             self._device,
             shape if has_positions else None,

@@ -16,6 +16,7 @@ from megalite.monitor.steps.parts import OWN_WORK, PARTS, communication_share
 
 KINDS = (
     *(("tensor", operation) for operation in ("all_reduce", "all_gather", "reduce_scatter", "broadcast")),
+    *(("context", operation) for operation in ("all_gather", "reduce_scatter", "all_to_all")),
     *(("pipeline", operation) for operation in ("send", "receive", "broadcast")),
     *(("data", operation) for operation in ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce")),
     *(("tied", operation) for operation in ("send", "receive", "broadcast")),

@@ -130,6 +130,8 @@ def _axes_of(engine: Engine) -> dict[Any, str | None]:
     axes = {engine.data_parallel_group(): "data"}
     if (tensor := engine.tensor_parallel_group()) is not None:
         axes[tensor] = "tensor"
+    if (context := engine.context_parallel.group) is not None:
+        axes[context] = "context"
     axes |= dict.fromkeys(engine.pipeline_groups(), "pipeline")
     if engine.tied_weight is not None:
         axes[engine.tied_weight.group] = "tied"

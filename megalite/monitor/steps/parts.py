@@ -20,6 +20,7 @@ PARTS = {
     "backward": "backward",
     "loss": "loss",
     "tensor_collectives": "tensor collectives",
+    "context_collectives": "context collectives",
     "pipeline_wait": "waiting for a neighbour",  # that has not come to the message yet
     "pipeline_transfer": "transfer to a neighbour",
     "gradient_sync": "gradient synchronisation",
@@ -34,7 +35,14 @@ PARTS = {
 }
 """The parts of a step, in the order of a step, and their names in sentences."""
 
-COMMUNICATION = ("tensor_collectives", "pipeline_transfer", "gradient_sync", "weights_sync", "meeting")
+COMMUNICATION = (
+    "tensor_collectives",
+    "context_collectives",
+    "pipeline_transfer",
+    "gradient_sync",
+    "weights_sync",
+    "meeting",
+)
 """Parts that are communication. Waiting for a neighbour is not: no faster network would shorten it."""
 
 OWN_WORK = ("forward", "backward")
@@ -67,7 +75,13 @@ OF_OPERATION = {
 HOLDS_COLLECTIVES = frozenset({"forward", "backward", "optimizer", "other"})
 """Parts in whose time collectives are counted apart. In the others all is communication, or a phase of its own."""
 FROM_OWNERS = ("all_gather", "broadcast")
-OF_AXIS = {"tensor": "tensor_collectives", "pipeline": "pipeline_transfer", "tied": "gradient_sync", "all": "meeting"}
+OF_AXIS = {
+    "tensor": "tensor_collectives",
+    "context": "context_collectives",
+    "pipeline": "pipeline_transfer",
+    "tied": "gradient_sync",
+    "all": "meeting",
+}
 
 
 def parts_of(spans: Iterable[TimedNote], collectives: Sequence[Collective], waited: float = 0.0) -> dict[str, float]:

@@ -235,7 +235,7 @@ def _owner_of(engine: Engine) -> Owner:
     return Owner(
         rank=dist.get_rank(),
         stage=at.pipeline_rank,
-        data=at.data_rank,
+        data=at.replica,
         tensor=at.tensor_rank,
         host=host,
         boot=boot or host,
@@ -245,4 +245,5 @@ def _owner_of(engine: Engine) -> Owner:
         schedule=layout.pipeline_schedule,
         chunks=layout.pipeline_chunks,
         micro_batches=engine.micro_batches,
+        context_parallel_size=layout.context_parallel_size,
     )

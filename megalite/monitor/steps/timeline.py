@@ -44,7 +44,7 @@ class Owner(BaseModel):
 
     rank: int
     stage: int
-    data: int  # data-parallel rank
+    data: int  # number of its copy of the weights
     tensor: int  # tensor-parallel rank
     host: str
     boot: str  # equal for ranks that share a monotonic clock
@@ -54,6 +54,18 @@ class Owner(BaseModel):
     schedule: str
     chunks: int  # of a stage
     micro_batches: int  # of a replica and step
+    context_parallel_size: int = 1
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the weights."""
+        return self.data_parallel_size * self.context_parallel_size
+
+    @property
+    def sizes(self) -> str:
+        """The sizes of its layout, in short."""
+        cp = f" cp{self.context_parallel_size}" if self.context_parallel_size > 1 else ""
+        return f"tp{self.tensor_parallel_size} pp{self.pipeline_parallel_size} dp{self.data_parallel_size}{cp}"
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import NamedTuple, Self
 
 from megalite.config import ModelConfig
-from megalite.config.sections import Dtype
+from megalite.config.sections import ContextParallelKind, Dtype
 from megalite.planner.cost.stage_parameters import block_kinds, cut
 from megalite.planner.workload import BYTES, Recompute, TrainingWorkload
 
@@ -45,6 +45,8 @@ class BlockWorkload(NamedTuple):
     recompute: Recompute | tuple[Recompute, ...]
     micro_batch_size: int
     sequence_length: int
+    context_parallel_size: int
+    context_parallel_kind: ContextParallelKind
     dtype: Dtype
     document_mask: bool
 
@@ -52,7 +54,8 @@ class BlockWorkload(NamedTuple):
     def of(cls, job: TrainingWorkload) -> Self:
         of = job.layout
         layout = of.tensor_parallel_size, of.sequence_parallel, of.recompute, of.micro_batch_size
-        return cls(job.model, *layout, job.sequence_length, job.dtype, job.document_mask)
+        context = of.context_parallel_size, of.context_parallel_kind
+        return cls(job.model, *layout, job.sequence_length, *context, job.dtype, job.document_mask)
 
 
 @lru_cache(maxsize=4096)
@@ -92,13 +95,17 @@ class _Block:
         model, tp = job.model, job.tensor_parallel_size
         self.job, self.model, self.layer, self.size = job, model, layer, BYTES[job.dtype]
         self.is_cut = job.sequence_parallel and tp > 1
-        self.tp, self.batch, self.seq = tp, job.micro_batch_size, job.sequence_length
-        self.tokens = self.batch * self.seq
+        self.tp, self.batch, self.cp = tp, job.micro_batch_size, job.context_parallel_size
+        self.tokens = self.batch * job.sequence_length // self.cp
+        self.gathers_keys = self.cp > 1 and job.context_parallel_kind == "all_gather"
         self.heads = model.num_attention_heads // tp
         self.q = self.heads * model.head_dim  # features of a token
         self.qkv = self.q + 2 * max(model.num_key_value_heads // tp, 1) * model.head_dim
         self.attention_size = 4 if widens else self.size  # of q, k, v and what attention puts out
-        self.scores = self.batch * self.heads * self.seq**2  # numbers
+        self.square = job.sequence_length**2 / self.cp  # of a sequence, scores of one head on each rank, or on one
+        if self.gathers_keys:  # of two chunks, whose keys end with them
+            self.square *= (2 * self.cp + 1) / (4 * self.cp)
+        self.scores = self.batch * self.heads * self.square  # numbers
         self.is_explicit = model.attention_dropout > 0 or model.attn_logit_softcapping is not None
         self.hidden = self.tokens * model.hidden_size * self.size  # whole, as products read it
         self.input = self.hidden / tp if self.is_cut else self.hidden  # as the blocks pass it on
@@ -149,7 +156,10 @@ class _Block:
         model, wide = self.model, self.attention_size
         rotates, norms_heads = model.rotary_dim(self.layer) > 0, model.query_key_norm == "per_head"
         inside = self.projected if norms_heads else 0.0  # norms keep views of it, and so does attention of v
-        context = self.projection_input + (self.tokens * self.q * wide if wide != self.size else 0)
+        if self.gathers_keys:
+            inside += (self.qkv - self.q) * self.tokens * self.cp * wide
+        # once more as attention puts it out, before a cast, or before it is exchanged or joined
+        context = self.projection_input + (self.tokens * self.q * wide if wide != self.size or self.cp > 1 else 0)
         if self.is_explicit:
             return inside + self._explicit(), context
         if norms_heads:
@@ -168,7 +178,7 @@ class _Block:
         drops, caps = self.model.attention_dropout > 0, self.model.attn_logit_softcapping is not None
         per_score += wide if drops or wide != 4 else 0
         per_score += (1 if drops else 0) + (wide if caps else 0)
-        masks = self.batch * self.seq**2 if self.job.document_mask else self.seq**2
+        masks = self.square * (self.batch if self.job.document_mask else 1)
         return self.scores * per_score + masks + 3 * self.q * self.tokens * wide
 
     def _feed_forward(self) -> tuple[float, float]:
@@ -208,5 +218,5 @@ class _Block:
 
 def embedding_bytes(job: TrainingWorkload) -> float:
     """Returns the bytes that the embedding keeps of a micro-batch: tokens and dropout's mask."""
-    tokens = job.layout.micro_batch_size * job.sequence_length
+    tokens = job.micro_batch_tokens
     return 8.0 * tokens + (tokens * job.model.hidden_size if job.model.embedding_dropout > 0 else 0)

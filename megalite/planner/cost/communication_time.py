@@ -1,6 +1,7 @@
 """Time of collectives and sends on a cluster's links. Pure arithmetic, no torch.
 
-Ranks are dealt to nodes in order: tensor-parallel neighbours are adjacent, then replicas, stages are furthest apart
+Ranks are dealt to nodes in order: tensor-parallel neighbours are adjacent, then ranks that share sequences, then
+replicas, stages are furthest apart
 (megalite/parallel/mesh.py). NCCL's figures for large messages are some 75 % of NVLink's bandwidth on the data sheet
 and 80 % of a network adapter's.
 """
@@ -32,7 +33,7 @@ class Ring:
         if self.ranks == 1:
             return 0.0
         kinds = 2 * (moved.all_reduce > 0) + (moved.reduce_scatter > 0) + (moved.all_gather > 0)
-        kinds += (moved.broadcast > 0) + (moved.send > 0)
+        kinds += (moved.all_to_all > 0) + (moved.broadcast > 0) + (moved.send > 0)
         return moved.per_link(self.ranks) / self.bytes_per_s + collectives * kinds * (self.ranks - 1) * self.latency_s
 
 
@@ -41,14 +42,19 @@ def tensor_ring(layout: ParallelLayout, cluster: Cluster) -> Ring:
     return _ring(layout.tensor_parallel_size, 1, cluster)
 
 
+def context_ring(layout: ParallelLayout, cluster: Cluster) -> Ring:
+    """Returns the ring of a context-parallel group: neighbours among every tensor_parallel_size-th rank."""
+    return _ring(layout.context_parallel_size, layout.tensor_parallel_size, cluster)
+
+
 def data_ring(layout: ParallelLayout, cluster: Cluster) -> Ring:
-    """Returns the ring of a data-parallel group: every tensor_parallel_size-th rank."""
-    return _ring(layout.data_parallel_size, layout.tensor_parallel_size, cluster)
+    """Returns the ring of the copies of a weight: every tensor_parallel_size-th rank."""
+    return _ring(layout.replicas, layout.tensor_parallel_size, cluster)
 
 
 def end_ring(layout: ParallelLayout, cluster: Cluster) -> Ring:
     """Returns the ring of the first and the last stage's rank, which both hold a tied embedding."""
-    pair = layout.world_size - layout.tensor_parallel_size * layout.data_parallel_size + 1
+    pair = layout.world_size - layout.tensor_parallel_size * layout.replicas + 1
     return replace(_ring(pair, 1, cluster), ranks=min(2, layout.pipeline_parallel_size))
 
 
@@ -56,7 +62,7 @@ def boundary_s(sent_bytes: float, gathered_bytes: float, layout: ParallelLayout,
     """Returns the seconds from one stage to the next: every rank sends `sent_bytes`, then each tensor-parallel ring
     gathers `gathered_bytes` if tensors are cut for the transfer."""
     leaves_node = layout.world_size > cluster.accelerators_per_node
-    senders = min(cluster.accelerators_per_node, layout.tensor_parallel_size * layout.data_parallel_size)
+    senders = min(cluster.accelerators_per_node, layout.tensor_parallel_size * layout.replicas)
     share = min(1.0, cluster.adapters_per_node / senders)  # of an adapter: a stage's ranks in a node send together
     outside = cluster.inter_node.gb_per_s * 1e9 * INTER_NODE_EFFICIENCY * share
     sent = sent_bytes / (outside if leaves_node else _inside_bytes_per_s(cluster))

@@ -33,6 +33,7 @@ class Moved(Additive):
     all_reduce: int = 0  # of the tensor
     reduce_scatter: int = 0  # of what goes in
     all_gather: int = 0  # of what comes out
+    all_to_all: int = 0  # of the tensor, an equal part of which goes to each rank
     broadcast: int = 0  # of the tensor
     send: int = 0  # of the tensor, which goes to one other rank
 
@@ -40,12 +41,13 @@ class Moved(Additive):
         """Bytes that travel from each rank to the next one around a ring of `ranks`.
 
         Patarasuk & Yuan 2009 (JPDC 69): n bytes are reduce-scattered, or gathered, by (p-1)/p n from each
-        rank, and no algorithm sends less; an all-reduce is the one and then the other. A broadcast or a send passes
+        rank, and no algorithm sends less; an all-reduce is the one and then the other. An all-to-all sends as much,
+        straight to its rank. A broadcast or a send passes
         all n on.
         """
         if ranks == 1:
             return 0
-        around = 2 * self.all_reduce + self.reduce_scatter + self.all_gather
+        around = 2 * self.all_reduce + self.reduce_scatter + self.all_gather + self.all_to_all
         return around * (ranks - 1) // ranks + self.broadcast + self.send
 
 
@@ -54,7 +56,8 @@ class Volumes:
     """Bytes per optimizer step of one rank of each stage."""
 
     tensor: tuple[Moved, ...]  # per stage, in its tensor-parallel group
-    data: tuple[Moved, ...]  # per stage, in its data-parallel group
+    context: tuple[Moved, ...]  # per stage, in its context-parallel group
+    data: tuple[Moved, ...]  # per stage, among the copies of its weights
     stages: Mapping[tuple[int, int], int]  # from the first stage of a pair to the second: activations and gradients
     tied: Moved  # between the stages that hold a tied embedding and its head, if they are two
 
@@ -64,14 +67,15 @@ class Traffic:
     """Bytes over each link in one optimizer step, which decide the placement of ranks."""
 
     tensor: tuple[int, ...]  # per stage: from each rank to the next one of its tensor-parallel ring
-    data: tuple[int, ...]  # per stage: the same of its data-parallel ring
+    data: tuple[int, ...]  # per stage: the same of the ring of its copies
     pipeline: Mapping[tuple[int, int], int]  # per pair of stages: between two ranks of them, both ways together
     tied: int  # between the first and the last stage's rank, both ways together
+    context: tuple[int, ...] = ()  # per stage: from each rank to the next one of its context-parallel ring
 
 
 @dataclass(frozen=True)
-class TensorMoved:
-    """Bytes that one micro-batch moves within a tensor-parallel group."""
+class LayersMoved:
+    """Bytes that one micro-batch moves within a group of ranks that share its layers."""
 
     forward: Moved
     backward: Moved
@@ -94,6 +98,9 @@ def volumes(job: TrainingWorkload, stages: Sequence[StageShape]) -> Volumes:
                 for stage in map(stages.__getitem__, those)
             ]
         ),
+        context=job.by_stage(
+            lambda alike, those: [count * context_moved(alike, stages[stage]).total for stage in those]
+        ),
         data=tuple(data_moved(job, stage) for stage in stages),
         stages=_pipeline(job),
         tied=tied_moved(job),
@@ -102,12 +109,13 @@ def volumes(job: TrainingWorkload, stages: Sequence[StageShape]) -> Volumes:
 
 def traffic(volumes: Volumes, job: TrainingWorkload) -> Traffic:
     """Returns the bytes over each link."""
-    tp, dp = job.layout.tensor_parallel_size, job.layout.data_parallel_size
+    tp, cp, dp = job.layout.tensor_parallel_size, job.layout.context_parallel_size, job.layout.replicas
     between: Counter[tuple[int, int]] = Counter()
     for (source, target), size in volumes.stages.items():
         between[min(source, target), max(source, target)] += size
     return Traffic(
         tensor=tuple(moved.per_link(tp) for moved in volumes.tensor),
+        context=tuple(moved.per_link(cp) for moved in volumes.context),
         data=tuple(moved.per_link(dp) for moved in volumes.data),
         pipeline=between,
         tied=volumes.tied.per_link(2),
@@ -119,7 +127,7 @@ def hidden_state_bytes(job: TrainingWorkload) -> int:
     return job.micro_batch_tokens * job.model.hidden_size * BYTES[job.dtype]
 
 
-def tensor_moved(job: TrainingWorkload, stage: StageShape) -> TensorMoved:
+def tensor_moved(job: TrainingWorkload, stage: StageShape) -> LayersMoved:
     """Shoeybi 2019 (Megatron-LM), section 3: a block all-reduces its hidden states twice forward (behind attention and
     behind the feed-forward layer) and twice backward, the embedding once forward, the head once backward.
 
@@ -134,7 +142,7 @@ def tensor_moved(job: TrainingWorkload, stage: StageShape) -> TensorMoved:
     layout, model = job.layout, job.model
     tp = layout.tensor_parallel_size
     if tp == 1:
-        return TensorMoved(Moved(), Moved(), Moved())
+        return LayersMoved(Moved(), Moved(), Moved())
     size, blocks = hidden_state_bytes(job), stage.blocks
     kept = 0  # key/value features: an all-gather forward, a reduce-scatter backward
     if model.num_key_value_heads < tp:
@@ -149,18 +157,40 @@ def tensor_moved(job: TrainingWorkload, stage: StageShape) -> TensorMoved:
     linear = sum(1 if model.has_experts(layer) else 2 for layer in stage.layers)  # layers that enter by themselves
     linear *= job.stack.has_own_linear_layers * (not job.trains_adapters) * size  # which have no product to go beside
     if layout.sequence_parallel:  # the nothings are all-gathers, and each sum leaves its result cut
-        return TensorMoved(
+        return LayersMoved(
             forward=Moved(reduce_scatter=out_of, all_gather=into + kept + loss),
             backward=Moved(reduce_scatter=into + kept, all_gather=out_of + linear),
             again=Moved(reduce_scatter=again, all_gather=is_again * 2 * blocks * size + kept_again),
             beside=Moved(reduce_scatter=linear, all_gather=linear),
         )
-    return TensorMoved(
+    return LayersMoved(
         forward=Moved(all_reduce=out_of, all_gather=kept + loss),
         backward=Moved(all_reduce=into, reduce_scatter=kept),
         again=Moved(all_reduce=again, all_gather=kept_again),
         beside=Moved(all_reduce=linear),
     )
+
+
+def context_moved(job: TrainingWorkload, stage: StageShape) -> LayersMoved:
+    """Liu 2023 and Dubey 2024, section 3.3.2: keys and values of all tokens are gathered forward, and what the ranks'
+    queries contribute to their gradients is reduce-scattered backward. Jacobs 2023 (Ulysses) exchanges queries, keys,
+    values and contexts both ways, with key/value heads repeated for ranks that outnumber them."""
+    layout, model = job.layout, job.model
+    cp, tp = layout.context_parallel_size, layout.tensor_parallel_size
+    if cp == 1:
+        return LayersMoved(Moved(), Moved(), Moved())
+    heads, kv = model.num_attention_heads // tp, max(1, model.num_key_value_heads // tp)
+    of_heads = stage.blocks * job.micro_batch_tokens * model.head_dim * BYTES[job.dtype]
+    is_selective = layout.recompute == "selective" and (
+        model.attention_dropout > 0 or model.attn_logit_softcapping is not None
+    )
+    if layout.context_parallel_kind == "ulysses":
+        there = back = Moved(all_to_all=of_heads * 2 * (heads + max(kv, cp)))
+        again = Moved(all_to_all=of_heads * (heads + 2 * max(kv, cp))) if is_selective else there
+    else:
+        there, back = Moved(all_gather=of_heads * cp * 2 * kv), Moved(reduce_scatter=of_heads * cp * 2 * kv)
+        again = there
+    return LayersMoved(there, back, again if is_selective or layout.recompute == "full" else Moved())
 
 
 def data_moved(job: TrainingWorkload, stage: StageShape) -> Moved:
@@ -176,7 +206,7 @@ def data_moved(job: TrainingWorkload, stage: StageShape) -> Moved:
     gathers its updates besides.
     """
     layout, stack = job.layout, job.stack
-    if layout.data_parallel_size == 1:
+    if layout.replicas == 1:
         return Moved()
     trained, count = trained_numbers(job, stage), job.micro_batches
     weights = trained * BYTES[job.dtype] + gathered_over_replicas(job, stage)
@@ -205,7 +235,7 @@ def _pipeline(job: TrainingWorkload) -> Mapping[tuple[int, int], int]:
     hidden, count = hidden_state_bytes(job), job.micro_batches
     if layout.sequence_parallel or job.stack.cuts_boundary_tensors:
         hidden //= layout.tensor_parallel_size
-    riders = INTEGER_BYTES * job.micro_batch_tokens if job.document_mask else 0
+    riders = INTEGER_BYTES * layout.micro_batch_size * job.sequence_length if job.document_mask else 0
     riders += INTEGER_BYTES * layout.micro_batch_size if job.model.has_dropout else 0
     sent: Counter[tuple[int, int]] = Counter()
     for source, target in pairwise(placement(layout.schedule, layout.pipeline_parallel_size, layout.pipeline_chunks)):

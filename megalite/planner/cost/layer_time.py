@@ -183,14 +183,16 @@ def _attention(job: TrainingWorkload, layer: int, speed: Speed) -> LayerTime:
     model, size, t = job.model, BYTES[job.dtype], job.layout.tensor_parallel_size
     number = speed.number_bytes
     heads, s = model.num_attention_heads / t * job.layout.micro_batch_size, job.sequence_length
+    rows = s / job.layout.context_parallel_size  # or all of as many fewer heads
     if job.stack.attention == "materialized" or _scores_exist(model):
-        products = speed.product(s, s, model.head_dim, size, heads) + speed.product(s, model.head_dim, s, size, heads)
+        products = speed.product(rows, s, model.head_dim, size, heads)
+        products += speed.product(rows, model.head_dim, s, size, heads)
         passes = 2 * number + ((2 * number + 1) if model.attention_dropout > 0 else 0)
-        moved = speed.moving(passes * s * s * heads)
+        moved = speed.moving(passes * rows * s * heads)
         return LayerTime(attention_s=products.seconds, memory_s=moved.memory_s)
     # torch has no kernel for a window or for documents: their masks are added, and all scores are computed
     is_masked = job.document_mask or model.has_window(layer)
-    flops = 4.0 * s * s * model.head_dim * heads * (1.0 if is_masked else 0.5)
+    flops = 4.0 * rows * s * model.head_dim * heads * (1.0 if is_masked else 0.5)
     return LayerTime(attention_s=flops / speed.attention_flops)
 
 

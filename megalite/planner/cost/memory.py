@@ -100,12 +100,12 @@ def with_process(one: StageMemory, job: TrainingWorkload, process_bytes: float) 
     """Adds the memory of the process, which counts on a CPU, and the buffer that megalite/checkpoint/saver.py keeps for
     background saves: this rank's share of fp32 weights and moments."""
     shape = stages_of_job(job)[one.stage]
-    numbers = (1 + MOMENTS[job.optimizer]) * trained_numbers(job, shape) / job.layout.data_parallel_size
+    numbers = (1 + MOMENTS[job.optimizer]) * trained_numbers(job, shape) / job.layout.replicas
     if job.trains_adapters:
-        numbers += shape.parameters / job.layout.data_parallel_size
+        numbers += shape.parameters / job.layout.replicas
     if job.optimizer == "muon":
         orthogonalized = orthogonalized_numbers(job.model, shape, job.layout.tensor_parallel_size)
-        numbers -= orthogonalized / job.layout.data_parallel_size
+        numbers -= orthogonalized / job.layout.replicas
     copy = {COPY: 4.0 * numbers} if job.background_saves else {}
     return replace(one, parts={PROCESS: float(process_bytes), **one.parts, **copy})
 
@@ -147,7 +147,7 @@ class _StageKind:
 
     def __init__(self, job: TrainingWorkload, blocks: BlockWorkload, shape: StageShape, device: Device) -> None:
         self.job, self.shape, self.device = job, shape, device
-        layout, model, tp = job.layout, job.model, job.layout.tensor_parallel_size
+        model, tp = job.model, job.layout.tensor_parallel_size
         self.size = BYTES[job.dtype]
         has_rows = shape.has_embedding or (shape.has_head and not shape.tied_copy)
         self.trained = trained_numbers(job, shape)
@@ -168,7 +168,7 @@ class _StageKind:
         self.postponed_by_chunk = [chunk.postponed for chunk in self.chunks]
         self.first, self.last = self.chunks[0].first, self.chunks[-1].last
         self.passing = self.first.passing
-        self.whole = layout.micro_batch_size * job.sequence_length * model.hidden_size * self.size  # hidden states
+        self.whole = job.micro_batch_tokens * model.hidden_size * self.size  # hidden states
         self.always, self.found = self._always(), dict[tuple[object, int], tuple[Moment, str, float]]()
         always = self.always
         self.waiting = {"loss": self._loss()} if shape.has_head else {}  # moments that activations of others wait in
@@ -335,7 +335,7 @@ class _StageKind:
         """Returns gloo's copies: it gathers into a tensor of its own. Its threads have heaps of at most 64 MiB for that
         (glibc's HEAP_MAX_SIZE), and tensors that fit are kept: measured, about three of them."""
         layout, moment = self.job.layout, dict(self.always)
-        if self.device.kind == "cpu" and layout.data_parallel_size > 1:
+        if self.device.kind == "cpu" and layout.replicas > 1:
             most = BUCKET if layout.zero_stage == 3 else self.trained  # at once
             copy = self.size * min(self.trained, most)
             is_kept = self.device.keeps_freed and copy < 64 * MIB and layout.zero_stage < 3
@@ -381,7 +381,11 @@ def with_device(parts: Moment, device: Device) -> Moment:
 
 def communicators(job: TrainingWorkload) -> int:
     """Returns the process groups of more than one rank that a rank is in at most (Grid, PipelineGroups, TiedWeight)."""
-    stages, is_cut = job.layout.pipeline_parallel_size, job.layout.tensor_parallel_size > 1
+    stages, is_cut, shares = (
+        job.layout.pipeline_parallel_size,
+        job.layout.tensor_parallel_size > 1,
+        job.layout.context_parallel_size > 1,
+    )
     is_odd_ring = job.layout.pipeline_schedule == "interleaved" and stages % 2
     of_pipelines = 1 + is_cut + min(4, 2 * stages - 2) + 2 * is_odd_ring + job.model.tie_word_embeddings
-    return 1 + is_cut + (job.layout.data_parallel_size > 1) + (of_pipelines if stages > 1 else 0)
+    return 1 + is_cut + shares + (job.layout.replicas > 1) + (of_pipelines if stages > 1 else 0)

@@ -43,12 +43,12 @@ class States:
 def deepspeed_states(job: TrainingWorkload, numbers: float, largest: float, orthogonalized: float = 0.0) -> States:
     """Returns the states of a stage with so many numbers, `largest` of them in one parameter, and as many as
     `orthogonalized` in matrices that Muon would take."""
-    zero, in_rounds = job.layout.zero_stage, job.layout.zero_stage == 2 and job.layout.data_parallel_size > 1
+    zero, in_rounds = job.layout.zero_stage, job.layout.zero_stage == 2 and job.layout.replicas > 1
     states_of = _zero_3 if zero == 3 else _reduced_in_rounds if in_rounds else _reduced_beside_backward
     states = states_of(job, numbers, largest)
     if job.optimizer != "muon":
         return states
-    d = job.layout.data_parallel_size
+    d = job.layout.replicas
     bucket = min(orthogonalized, max(job.gradient_bucket_size, largest))
     return replace(
         states,
@@ -66,7 +66,7 @@ def _reduced_beside_backward(job: TrainingWorkload, numbers: float, largest: flo
     """Follows engine/reduction/gradient_reduction.py: gradients are added to flat sums, those of BF16_Optimizer
     (runtime/bf16_optimizer.py) or ones that live from a bucket's first gradient to the end of the step. A bucket is
     rounded for the sum over replicas, or copied by gloo. fp32 weights are updated where they are."""
-    size, accumulated, d = BYTES[job.dtype], BYTES[job.gradient_accumulation_dtype], job.layout.data_parallel_size
+    size, accumulated, d = BYTES[job.dtype], BYTES[job.gradient_accumulation_dtype], job.layout.replicas
     is_bf16_optimizer = job.layout.zero_stage < 2 and not job.offloads_optimizer
     has_sums = job.dtype == "bf16" and accumulated == 4 and is_bf16_optimizer
     widened = 4 * numbers / d if accumulated < 4 else 0.0  # this rank's partition
@@ -90,7 +90,7 @@ def _reduced_in_rounds(job: TrainingWorkload, numbers: float, largest: float) ->
     this rank's partition takes up what comes out. Where a stage has several chunks, a chunk's sums wait for the others.
     """
     size, accumulated, on_wire = BYTES[job.dtype], BYTES[job.gradient_accumulation_dtype], BYTES[job.reduction_dtype]
-    d, bucket = job.layout.data_parallel_size, min(numbers, max(job.gradient_bucket_size, largest))
+    d, bucket = job.layout.replicas, min(numbers, max(job.gradient_bucket_size, largest))
     waiting = numbers if job.layout.pipeline_chunks > 1 else 2 * bucket
     own = 4 * numbers / d
     return States(
@@ -110,7 +110,7 @@ def _zero_3(job: TrainingWorkload, numbers: float, largest: float) -> States:
     gathered up to `MOST_LIVE`, beside the buffer of a prefetch, of which a pipeline has none. Gradients are those of
     ZeRO-2, but that a bucket's parts are put together for each replica."""
     prefetched = 0 if job.layout.pipeline_parallel_size > 1 else min(max(numbers - largest, largest), BUCKET)
-    size, d = BYTES[job.dtype], job.layout.data_parallel_size
+    size, d = BYTES[job.dtype], job.layout.replicas
     states = (_reduced_in_rounds if d > 1 else _reduced_beside_backward)(job, numbers, largest)
     is_same = job.reduction_dtype == job.gradient_accumulation_dtype and d > 1
     together = BYTES[job.reduction_dtype] * min(numbers, max(job.gradient_bucket_size, largest)) * is_same
@@ -127,7 +127,7 @@ def _zero_3(job: TrainingWorkload, numbers: float, largest: float) -> States:
 def _first_copies(job: TrainingWorkload, numbers: float) -> float:
     """Returns the bytes of weights as layers are made; for fp32 training also the partition's clone and its zeros in
     `initialize_optimizer_states`, whose room the moments take where there is one replica."""
-    d = job.layout.data_parallel_size
+    d = job.layout.replicas
     return BYTES[job.dtype] * numbers + (8 * numbers / d if job.dtype == "fp32" and d > 1 else 0.0)
 
 
@@ -139,13 +139,13 @@ def _optimizer(job: TrainingWorkload, has_copy: bool) -> int:
 def _sgd(job: TrainingWorkload, numbers: float) -> float:
     """Returns the bytes on the device of the gradient's copy to which torch's SGD adds weight decay."""
     is_here = job.optimizer == "sgd" and not job.offloads_optimizer
-    return 4 * numbers / job.layout.data_parallel_size if is_here else 0.0
+    return 4 * numbers / job.layout.replicas if is_here else 0.0
 
 
 def state_bytes(config: Config, layout: ResolvedLayout, stage: StageShape) -> int:
     """Returns the bytes on a rank of `stage` between two steps, without activations, buffers and gradients, which
     may or may not exist then. State offloaded to the host counts on no device."""
-    size, replicas = BYTES[config.precision.dtype], layout.data_parallel_size
+    size, replicas = BYTES[config.precision.dtype], layout.replicas
     weights, trained = size * stage.parameters // (replicas if layout.zero_stage == 3 else 1), stage.parameters
     if config.adapter.name != "none":
         trained = adapter_numbers(config.model, config.adapter, stage, layout.tensor_parallel_size)

@@ -37,7 +37,7 @@ def orthogonalized_numbers(model: ModelConfig, stage: StageShape, tensor_paralle
 
 def gathered_over_replicas(job: TrainingWorkload, stage: StageShape) -> int:
     """Returns the bytes of the updates that replicas gather in bf16."""
-    if job.optimizer != "muon" or job.layout.data_parallel_size == 1:
+    if job.optimizer != "muon" or job.layout.replicas == 1:
         return 0
     return 2 * orthogonalized_numbers(job.model, stage, job.layout.tensor_parallel_size)
 
@@ -48,7 +48,7 @@ def gathered_over_tensor_ranks(job: TrainingWorkload, stage: StageShape) -> int:
     tp = job.layout.tensor_parallel_size
     if job.optimizer != "muon" or tp == 1:
         return 0
-    return 2 * tp * orthogonalized_numbers(job.model, stage, tp) // job.layout.data_parallel_size
+    return 2 * tp * orthogonalized_numbers(job.model, stage, tp) // job.layout.replicas
 
 
 def orthogonalizing_flops(job: TrainingWorkload, stage: StageShape) -> float:
@@ -61,7 +61,7 @@ def orthogonalizing_flops(job: TrainingWorkload, stage: StageShape) -> float:
         for sides, count in _matrices(job.model, layer):
             short, long = min(sides), max(sides)
             flops += count * ITERATIONS * (4.0 * short * short * long + 2.0 * short**3)
-    return flops / job.layout.data_parallel_size
+    return flops / job.layout.replicas
 
 
 def working_bytes(job: TrainingWorkload, bucket: float, partition: float) -> float:

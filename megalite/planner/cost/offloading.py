@@ -29,7 +29,7 @@ def activations_on_device(
 def optimizer_on_host(job: TrainingWorkload, numbers: float) -> float:
     """Returns the host's bytes for the optimizer of a rank whose stage has so many numbers: fp32 weights, moments and
     gradients."""
-    return 4 * (MOMENTS[job.optimizer] + 2) * numbers / job.layout.data_parallel_size
+    return 4 * (MOMENTS[job.optimizer] + 2) * numbers / job.layout.replicas
 
 
 def host_link_bytes_per_s(cluster: Cluster) -> float:

@@ -13,8 +13,15 @@ from dataclasses import dataclass, replace
 from megalite.config import ModelConfig
 from megalite.config.rules.pipeline import SPLITS_BACKWARD
 from megalite.planner.cost.activations import BlockWorkload, chunk_bytes
-from megalite.planner.cost.communication_time import boundary_s, data_ring, end_ring, tensor_ring
-from megalite.planner.cost.communication_volumes import Moved, data_moved, hidden_state_bytes, tensor_moved, tied_moved
+from megalite.planner.cost.communication_time import boundary_s, context_ring, data_ring, end_ring, tensor_ring
+from megalite.planner.cost.communication_volumes import (
+    Moved,
+    context_moved,
+    data_moved,
+    hidden_state_bytes,
+    tensor_moved,
+    tied_moved,
+)
 from megalite.planner.cost.layer_time import (
     LayerTime,
     Passes,
@@ -57,6 +64,7 @@ class StageTime(Additive):
     backward_s: float  # recomputation included
     work: LayerTime  # forward, backward and recomputation together, by what bounds it
     tensor_s: float  # that communication in the tensor-parallel group adds
+    context_s: float  # the exposed part of attention's communication between ranks that share sequences
     tensor_links_s: float  # that it uses the links for, whether or not computation goes on meanwhile
     launch_s: float
     weight_gradient_s: float  # the part of backward that a schedule may postpone: products of the blocks' weights
@@ -98,7 +106,7 @@ def step_time(job: TrainingWorkload, cluster: Cluster) -> StepTime:
     count, between = job.micro_batches, _between_s(job, cluster)
     bubble_s, messages_s = _pipeline_s(job, mean, between)
     largest = max(shapes, key=lambda shape: shape.parameters)
-    owned = trained_numbers(job, largest) / (1 if job.stack.replicas == "all_reduce" else layout.data_parallel_size)
+    owned = trained_numbers(job, largest) / (1 if job.stack.replicas == "all_reduce" else layout.replicas)
     if job.reduces_beside_backward and cluster.accelerator.device != "cpu":  # whose cores compute and communicate
         exposed = _beside_backward_s(job, cluster, shapes, mean, between)
     else:
@@ -108,6 +116,7 @@ def step_time(job: TrainingWorkload, cluster: Cluster) -> StepTime:
         "attention": count * mean.work.attention_s,
         "memory-bound": count * mean.work.memory_s,
         "tensor collectives": count * mean.tensor_s,
+        "context collectives": count * mean.context_s,
         "launches": count * mean.launch_s,
         "stage imbalance": count * (slowest - mean.seconds),
         "pipeline bubble": _idle(layout.pipeline_parallel_size, cluster) * bubble_s,
@@ -133,7 +142,7 @@ def step_time(job: TrainingWorkload, cluster: Cluster) -> StepTime:
         stages=stages,
         between_stages_s=between,
         # forward and what backward has for it, of all micro-batches and replicas
-        model_flops=(1.0 + products_of_backward(job)) * (forward_flops * count * layout.data_parallel_size),
+        model_flops=(1.0 + products_of_backward(job)) * (forward_flops * count * layout.replicas),
         peak_flops=None if cluster.accelerator.device == "cpu" else cluster.peak_flops(job.dtype) * layout.world_size,
         hidden_s=max(0.0, data_ring(layout, cluster).seconds(data_moved(job, largest)) - exposed),
     )
@@ -218,8 +227,10 @@ def _stage(
         sums = Moved(all_reduce=beside.all_reduce, reduce_scatter=beside.reduce_scatter)
         back -= min(ring.seconds(Moved(all_gather=beside.all_gather), kinds), product_s)
         back -= 0.0 if job.layout.schedule in SPLITS_BACKWARD else min(ring.seconds(sums, kinds), product_s)
-    forward, backward = passes.forward.seconds + there, passes.backward.seconds + back
-    recomputed = passes.again.seconds + again
+    shared, around = context_moved(job, shape), context_ring(job.layout, cluster)
+    context = [around.seconds(each, shape.blocks) for each in (shared.forward, shared.backward, shared.again)]
+    forward, backward = passes.forward.seconds + there + context[0], passes.backward.seconds + back + context[1]
+    recomputed = passes.again.seconds + again + context[2]
     is_deepspeeds = job.stack.replicas == "deepspeed" and not job.reduces_beside_backward
     host = ZERO_3_HOST_WORK if is_deepspeeds else 1.0
     loops = cluster.accelerator.device == "cpu" or job.dtype != "bf16"  # over experts
@@ -235,6 +246,7 @@ def _stage(
         backward_s=backward + recomputed + launch_s[1] + launch_s[2],
         work=passes.forward + passes.backward + passes.again,
         tensor_s=there + back + again,
+        context_s=sum(context),
         tensor_links_s=links_s,
         launch_s=sum(launch_s),
         weight_gradient_s=of_blocks.backward.matrix_s * (1.0 - 1.0 / products_of_backward(job)),

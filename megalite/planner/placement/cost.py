@@ -108,15 +108,19 @@ def _groups(nodes: Sequence[Node]) -> Iterator[list[int]]:
 
 
 def _links(mesh: Mesh, traffic: Traffic) -> Iterator[tuple[int, int, int]]:
-    """Yields (rank, rank, bytes): rings of tensor- and data-parallel groups in rank order, stages that exchange
-    activations, tied weights."""
-    tp, pp, dp = mesh.tensor_parallel_size, mesh.pipeline_parallel_size, mesh.data_parallel_size
+    """Yields (rank, rank, bytes): rings of tensor- and context-parallel groups and of the copies of a weight in rank
+    order, stages that exchange activations, tied weights."""
+    cp = mesh.context_parallel_size
+    tp, pp, dp = mesh.tensor_parallel_size, mesh.pipeline_parallel_size, mesh.replicas
     for stage in range(pp):
         for replica in range(dp):
             for cut in range(tp):
                 rank = mesh.rank(stage, replica, cut)
                 if tp > 1:
                     yield rank, mesh.rank(stage, replica, (cut + 1) % tp), traffic.tensor[stage]
+                if cp > 1:
+                    neighbour = replica - replica % cp + (replica + 1) % cp
+                    yield rank, mesh.rank(stage, neighbour, cut), traffic.context[stage]
                 if dp > 1:
                     yield rank, mesh.rank(stage, (replica + 1) % dp, cut), traffic.data[stage]
     for replica in range(dp):

@@ -68,7 +68,7 @@ def _rooms(costs: Costs) -> Iterator[list[int]]:
     """Yields the ranks that each node may get: all it has room for, whole groups, whole stages, one equal part of
     either."""
     tp, gpus, largest = costs.mesh.tensor_parallel_size, costs.gpus, max(costs.gpus)
-    stage = tp * costs.mesh.data_parallel_size
+    stage = tp * costs.mesh.replicas
     yield gpus
     for unit in (tp, stage):
         yield [size // unit * unit for size in gpus]
@@ -118,7 +118,7 @@ def _tiles(costs: Costs, picks: Sequence[tuple[int, int]]) -> Iterator[list[tupl
     """Yields the same nodes in tiles: neighbours hold the same replicas of 2, 4, ... stages instead of replicas of one
     stage."""
     mesh = costs.mesh
-    stage, count = mesh.tensor_parallel_size * mesh.data_parallel_size, picks[0][1]
+    stage, count = mesh.tensor_parallel_size * mesh.replicas, picks[0][1]
     if count >= stage or any(other != count for _, other in picks[:-1]):
         return
     whole = len(picks) if picks[-1][1] == count else len(picks) - 1
@@ -261,6 +261,6 @@ class _Exact:
         if self._any_count:
             return list(range(most, 0, -1))
         ends = {start + most}
-        for unit in (mesh.tensor_parallel_size, mesh.tensor_parallel_size * mesh.data_parallel_size):
+        for unit in (mesh.tensor_parallel_size, mesh.tensor_parallel_size * mesh.replicas):
             ends.add((start + most) // unit * unit)
         return sorted((end - start for end in ends if end > start), reverse=True)

@@ -25,6 +25,7 @@ from megalite.parallel.collectives import TensorParallel
 from megalite.parallel.layers import BlockInput, SerialModel, make_layer
 from models.attention_masks import causal_mask, count_documents, document_boundaries, made_block_mask
 from models.decoder import decoder_layers
+from tests.helpers.varlen_loop import varlen_by_loop
 
 SEQ = 23
 # longer and shorter than the window, documents of one token, and a row that is one document
@@ -34,37 +35,6 @@ WINDOWS = {"sliding_window": 5, "layer_types": ("sliding_attention", "full_atten
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def attended(q: Tensor, k: Tensor, v: Tensor, window: tuple[int, int], scale: float | None) -> Tensor:
-    """One document, `[tokens, heads, head_dim]`: token i sees tokens i - left to i + right; -1: without bound."""
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    distance = torch.arange(len(q)).unsqueeze(1) - torch.arange(len(k))
-    left, right = (len(k) if bound < 0 else bound for bound in window)
-    scores = scores.masked_fill((distance > left) | (distance < -right), float("-inf"))
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
-
-
-def varlen_by_loop(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor,
-    max_q: int,
-    max_k: int,
-    *,
-    enable_gqa: bool = False,
-    **options: Any,
-) -> Tensor:
-    """`torch.nn.attention.varlen.varlen_attn` as documented; documents may be empty."""
-    lengths = cu_seq_q.diff().tolist()
-    assert cu_seq_q.dtype == torch.int32 and cu_seq_q[0] == 0 and sum(lengths) == len(query)
-    assert max(lengths) <= max_q and torch.equal(cu_seq_q, cu_seq_k)
-    assert enable_gqa or query.shape[1] == key.shape[1]
-    parts = zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)
-    return torch.cat([attended(q, k, v, options["window_size"], options["scale"]) for q, k, v in parts])
 
 
 @pytest.fixture
@@ -149,7 +119,7 @@ def test_a_planted_defect_is_noticed(defect: str, monkeypatch: pytest.MonkeyPatc
         found = boundaries(positions, documents)
         return torch.cat((found[:1], found[1:-1] + (found[1:-1] < found[2:] - 1).int(), found[-1:]))
 
-    def longer(q: Tensor, k: Tensor, v: Tensor, edges: Tensor, window: int | None, scale: float, **options: Any) -> Any:
+    def longer(q: Tensor, k: Tensor, v: Tensor, edges: Any, window: int | None, scale: float, **options: Any) -> Any:
         return attend(q, k, v, edges, None if window is None else window + 1, scale, **options)
 
     expected = results(built("sdpa", **WINDOWS), PACKED)
@@ -196,7 +166,7 @@ def test_capped_scores_of_flex_attention_are_ours() -> None:
     q, k, v = draw(3, 4, SEQ, 16), draw(3, 2, SEQ, 16, seed=1), draw(3, 2, SEQ, 16, seed=2)
     for window in (None, 5):
         for positions in (None, PACKED):
-            block_mask = made_block_mask((3, SEQ), window, torch.device("cpu"), positions)
+            block_mask = made_block_mask((3, SEQ, SEQ), window, torch.device("cpu"), positions)
             found = attention_kernels.attend_capped(q, k, v, block_mask, 2.5, 0.3, is_grouped=True)
             seen = attention_inputs._mask(SEQ, SEQ, window, torch.device("cpu"), positions)
             seen = causal_mask(SEQ, SEQ, None, torch.device("cpu")) if seen is None else seen

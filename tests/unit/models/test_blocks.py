@@ -205,9 +205,11 @@ def test_logits_and_every_gradient_are_transformers(pair: Pair, positions: Tenso
     for _, parameter in named_shards(ours):
         for piece in parameter.shard.pieces():  # type: ignore[attr-defined]
             want = gradients[piece.name]
-            # of the keys' bias all scores shift alike, where nothing is rotated: rounding is its gradient
+            # of the keys' bias all scores shift alike, where nothing is rotated: rounding, which is another one on each
+            # kind of processor, is its gradient
             scale = gradients[piece.name.replace("k_proj.bias", "q_proj.bias")].norm()
-            assert (parameter.grad[piece.target] - want).norm() <= 2e-5 * scale, piece.name  # type: ignore[index]
+            bound = (1e-4 if piece.name.endswith("k_proj.bias") else 2e-5) * scale
+            assert (parameter.grad[piece.target] - want).norm() <= bound, piece.name  # type: ignore[index]
             compared.add(piece.name)
     assert compared == gradients.keys()
 

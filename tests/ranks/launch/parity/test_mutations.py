@@ -160,6 +160,34 @@ DEFECTS: list[tuple[Callable[[], None], ParityLayout, tuple[str, ...], str, dict
         "is 1/3 of the reference, which is the size of accumulation",
         {},
     ),
+    (
+        defects.chunks_of_neighbours_are_exchanged,
+        ParityLayout(dp=2, cp=2, cp_kind="all_gather"),
+        ("cp",),
+        "first layer whose output differs is model.layers.0",
+        {},
+    ),
+    (
+        defects.positions_begin_on_each_rank,
+        ParityLayout(pp=2, cp=2, accumulation=2),
+        ("cp",),
+        "first layer whose output differs is model.layers.0",
+        {},
+    ),
+    (
+        defects.each_part_of_a_sequence_has_a_weight,
+        ParityLayout(cp=2, zero=2, cp_kind="ulysses"),
+        ("cp",),
+        "is 1/2 of the reference, which is the size of cp",
+        {},
+    ),
+    (
+        defects.key_gradients_are_not_reduced,
+        ParityLayout(tp=2, cp=2, cp_kind="all_gather", recompute="full"),
+        ("cp",),
+        "backward: the forward pass agrees",
+        {},
+    ),
 ]
 
 
@@ -175,7 +203,7 @@ def _references(model: tuple[tuple[str, Any], ...], sequence: int) -> References
 def _session(
     layout: ParityLayout, defect: Callable[[], None], model: dict[str, Any], timeout_s: float = TIMEOUT_S
 ) -> Session:
-    references = _references(tuple(model.items()), 36 if layout.sequence_parallel else 33)
+    references = _references(tuple(model.items()), 36 if layout.sequence_parallel or layout.cp > 1 else 33)
     return Session(references, timeout_s, solve=partial(defects.planted, defect))
 
 

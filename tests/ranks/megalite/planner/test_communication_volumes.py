@@ -33,6 +33,7 @@ KINDS = {
     "allreduce_": "all_reduce",
     "_reduce_scatter_base_": "reduce_scatter",
     "_allgather_base_": "all_gather",
+    "alltoall_base_": "all_to_all",
     "broadcast_": "broadcast",
     "send": "send",
 }
@@ -78,6 +79,13 @@ CASES = [
     Case(pp=2, dp=2, zero=2, schedule="zb-v", accumulation=4, model=SIX_BLOCKS | {"tie_word_embeddings": True}),
     Case(pp=2, dp=2, zero=2, accumulation=3, dtype="bf16", model={"tie_word_embeddings": True}),
 ]
+CASES += [
+    Case(cp=2, cp_kind="all_gather", sequence=36, accumulation=2),
+    Case(cp=2, cp_kind="all_gather", sequence=36, recompute="full", model=FEW_HEADS),
+    Case(cp=2, cp_kind="ulysses", sequence=36, dp=2, zero=2, accumulation=2),
+    Case(cp=2, cp_kind="ulysses", sequence=36, recompute="selective", model={"attn_logit_softcapping": 9.0}),
+    Case(cp=2, tp=2, pp=2, sequence=36, sequence_parallel=True, accumulation=2, document_mask=True),
+]
 WIDE = {"num_attention_heads": 16, "num_key_value_heads": 8, "hidden_size": 64, "intermediate_size": 144}
 DEEP, SMALL_HEAD = WIDE | {"num_hidden_layers": 16}, WIDE | {"vocab_size": 64}
 # of up to 1,024 ranks, of which one is there
@@ -94,6 +102,8 @@ LARGE = [
     Case(dp=64, zero=2, accumulation=8, micro_batch=1, model=WIDE, dtype="bf16"),
     Case(dp=64, zero=3, accumulation=8, micro_batch=1, model=SMALL_HEAD, dtype="bf16"),
     Case(tp=4, dp=16, zero=3, accumulation=2, model=SMALL_HEAD, dtype="bf16"),
+    Case(tp=4, pp=4, dp=4, cp=8, sequence=128, sequence_parallel=True, accumulation=4, model=DEEP, document_mask=True),
+    Case(tp=2, dp=4, cp=8, cp_kind="ulysses", zero=2, sequence=128, accumulation=2, model=WIDE),
 ]
 
 
@@ -176,26 +186,32 @@ def test_bytes_are_those_of_a_rank_of_many(case: Case) -> None:
 
 
 def _check_rank(case: Case, rank: int, seen: Bytes, metered: dict[tuple[str, str], int]) -> None:
-    predicted, mesh = _predicted(case), Mesh(case.tp, case.pp, case.dp)
+    predicted, mesh = _predicted(case), Mesh(case.tp, case.pp, case.dp, case.cp)
     at = mesh.coordinate(rank)
     stage = at.pipeline_rank
-    tensor = tuple(mesh.rank(stage, at.data_rank, each) for each in range(case.tp))
-    data = tuple(mesh.rank(stage, each, at.tensor_rank) for each in range(case.dp))
-    ends = tuple(mesh.rank(each, at.data_rank, at.tensor_rank) for each in (0, case.pp - 1))
+    tensor = tuple(mesh.rank(stage, at.replica, each) for each in range(case.tp))
+    data = tuple(mesh.rank(stage, each, at.tensor_rank) for each in range(mesh.replicas))
+    sharing = data[at.replica - at.context_rank :][: case.cp]
+    ends = tuple(mesh.rank(each, at.replica, at.tensor_rank) for each in (0, case.pp - 1))
     where = f"rank {rank} of {case}"
     if case.tp > 1:
         _assert_close(seen, tensor, predicted.tensor[stage], {"all_reduce"}, f"tensor group, {where}")
         _assert_metered(metered, "tensor", seen, tensor, where)
-    if case.dp > 1:
+    if case.cp > 1 and case.dp > 1:
+        _assert_close(seen, sharing, predicted.context[stage], set(), f"context group, {where}")
+        _assert_metered(metered, "context", seen, sharing, where)
+    if case.cp > 1 == case.dp:  # the copies of a weight are the ranks that share sequences
+        _assert_close(seen, data, predicted.context[stage] + predicted.data[stage], set(), f"both groups, {where}")
+    elif mesh.replicas > 1:
         loose = {"all_gather"} if case.zero == 3 else set()
-        loose |= {"all_gather", "reduce_scatter"} if case.dp > 3 else set()  # padding grows with the replicas
+        loose |= {"all_gather", "reduce_scatter"} if mesh.replicas > 3 else set()  # padding grows with the replicas
         _assert_close(seen, data, predicted.data[stage], loose, f"data group, {where}")
         _assert_metered(metered, "data", seen, data, where)
     if case.pp > 1 and rank in ends:
         _assert_close(seen, ends, predicted.tied, set(), f"tied weights, {where}")
         _assert_metered(metered, "tied", seen, ends, where)
     for target in range(case.pp):
-        sent = seen.get(("send", (mesh.rank(target, at.data_rank, at.tensor_rank),)), 0)
+        sent = seen.get(("send", (mesh.rank(target, at.replica, at.tensor_rank),)), 0)
         tied = predicted.tied.send if (stage, target) == (case.pp - 1, 0) else 0
         assert sent == predicted.stages.get((stage, target), 0) + tied, f"to stage {target}, {where}"
     sent_by_stage = sum(size for (source, _), size in predicted.stages.items() if source == stage)
@@ -206,13 +222,13 @@ def _assert_metered(
     metered: dict[tuple[str, str], int], axis: str, seen: Bytes, ranks: tuple[int, ...], where: str
 ) -> None:
     """What a run says it moved is what torch was asked to, but for single numbers of a group of the same ranks."""
-    for kind in ("all_reduce", "reduce_scatter", "all_gather", "broadcast"):
+    for kind in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast"):
         difference = seen.get((kind, ranks), 0) - metered.get((axis, kind), 0)
         assert 0 <= difference <= ABSOLUTE, f"{kind} over the {axis} axis, {where}: {difference} bytes not metered"
 
 
 def _assert_close(seen: Bytes, ranks: tuple[int, ...], moved: Moved, loose: set[str], what: str) -> None:
-    for kind in ("all_reduce", "reduce_scatter", "all_gather", "broadcast"):
+    for kind in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast"):
         measured, expected = seen.get((kind, ranks), 0), getattr(moved, kind)
         slack = ABSOLUTE + (RELATIVE * sum(astuple(moved)) if kind in loose else 0)
         assert abs(measured - expected) <= slack, f"{kind} of the {what}: {measured} bytes, {expected} predicted"

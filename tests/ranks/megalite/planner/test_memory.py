@@ -43,6 +43,8 @@ CASES = [
     Case(model=MODEL, sequence=512, steps=2, micro_batch=2, dp=2, zero=3),
     Case(model=MODEL, sequence=512, steps=2, micro_batch=4, tp=2),
     Case(model=MODEL, sequence=512, steps=2, micro_batch=2, pp=2, accumulation=3),
+    Case(model=MODEL, sequence=512, steps=2, micro_batch=4, cp=2, cp_kind="all_gather"),
+    Case(model=MODEL, sequence=512, steps=2, micro_batch=4, cp=2, cp_kind="ulysses"),
     Case(model=MODEL, sequence=512, steps=2, micro_batch=4, offload={"optimizer": "cpu"}),
     Case(model=MODEL, sequence=512, steps=2, micro_batch=4, dtype="bf16", offload={"optimizer": "cpu"}),
     Case(model=MODEL, sequence=512, steps=2, micro_batch=4, offload={"activations": "cpu"}),
@@ -110,7 +112,7 @@ def test_peak_of_each_rank(case: Case, measure: Measure) -> None:
     """What the ranks take beside their baseline: not hidden behind what python and torch take anyway. A small model is
     trained before, so that the baseline has the pages of libraries: a kernel takes those away that nobody uses for a
     while, and they would come back beside the tensors."""
-    config, mesh = case.config(), Mesh(case.tp, case.pp, case.dp)
+    config, mesh = case.config(), Mesh(case.tp, case.pp, case.dp, case.cp)
     job = TrainingWorkload.of(config, resolve_layout(config, case.world_size, "cpu"))
     stages = memory_of(job, replace(CPU, keeps_freed=False))
     for rank, (before, peak) in enumerate(measure(case)):

@@ -76,7 +76,7 @@ def problems(draw: st.DrawFn, most_nodes: int = 6, most_gpus: int = 8, most_rank
 def links(mesh: Mesh, traffic: Traffic) -> Iterator[tuple[int, int, int]]:
     for rank in range(mesh.world_size):
         at = mesh.coordinate(rank)
-        stage, replica, cut = at.pipeline_rank, at.data_rank, at.tensor_rank
+        stage, replica, cut = at.pipeline_rank, at.replica, at.tensor_rank
         yield rank, mesh.rank(stage, replica, (cut + 1) % mesh.tensor_parallel_size), traffic.tensor[stage]
         yield rank, mesh.rank(stage, (replica + 1) % mesh.data_parallel_size, cut), traffic.data[stage]
         for other in range(stage):

@@ -214,7 +214,7 @@ def test_a_script_of_megatron_lm(tmp_path: Path) -> None:
     assert training.evaluation.samples == 640 and config.precision.dtype == "bf16"
     assert result.options["model.model_type"] == "llama" and result.filled == ["run_dir"]
     assert outcome(result, "--weird-flag")[0] == "unknown"
-    assert outcome(result, "--context-parallel-size") == ("nothing to set", "off there (not here yet)")
+    assert outcome(result, "--context-parallel-size") == ("taken", "parallel.context_parallel_size")
     assert "only when it runs" in outcome(result, "--save")[1]
 
 
@@ -317,7 +317,7 @@ def test_a_file_of_torchtitan(tmp_path: Path) -> None:
     assert config.checkpoint.interval == 0 and not config.checkpoint.save_last
     assert config.performance.compile == "none" and config.recompute.mode == "full"
     assert config.optimizer.betas == (0.9, 0.95) and not result.filled
-    assert outcome(result, "parallelism.context_parallel_degree") == ("not here", "not here yet")
+    assert config.parallel.context_parallel_size == 2
 
 
 def test_a_flavor_without_known_sizes_is_a_sentence(tmp_path: Path) -> None:

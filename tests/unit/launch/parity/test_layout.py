@@ -21,6 +21,7 @@ from tests.helpers.commands import ROOT
 from tests.helpers.odd_sizes import (
     DEEP_LAYOUTS,
     LAYOUTS,
+    SHARED_BY_TWO,
     SMALL_LAYOUTS,
     TIED,
     Family,
@@ -76,6 +77,7 @@ def test_words_that_are_not_understood(text: str, said: str) -> None:
 
 def test_all_mistakes_are_told_at_once_with_what_was_meant() -> None:
     words = "the words are tp, pp, dp, zero, sequence_parallel, recompute, accumulation, schedule, chunks, compile"
+    words += ", cp, cp_kind"
     with pytest.raises(LaunchError) as error:
         parse_layouts("tp=2,foo=3;bar;pp=0,recomput=full;dp=2,acumulation=4,sequence_parallel")
     assert sentences_of(error.value) == (
@@ -130,7 +132,9 @@ def test_a_layout_recomputes_what_it_says_on_each_stage() -> None:
 
 
 def test_the_sample_holds_every_pair_of_settings() -> None:
-    cases = legal_cases(legal_layouts(sizes=(1, 2), replicas=(1, 2, 3), accumulations=(1, 2, 4), most=6))
+    context = ({}, *SHARED_BY_TWO)
+    axes = {"sizes": (1, 2), "replicas": (1, 2, 3), "accumulations": (1, 2, 4), "context": context}
+    cases = legal_cases(legal_layouts(**axes, most=6))  # type: ignore[arg-type]
     chosen = covering(legal_cases(SMALL_LAYOUTS))
     assert set().union(*map(pairs_of, chosen)) == set().union(*map(pairs_of, cases))
     assert len(chosen) < len(cases) / 20
@@ -176,7 +180,7 @@ def test_auto_runs_the_configs_own_layout_first_and_nothing_that_does_not_fit() 
     many = ParityLayout(dp=2, accumulation=64)
     assert auto_layouts(many, most=8)[0][0] == ParityLayout(dp=2, accumulation=4)
     axes = {axis for layout in AUTO for axis in layout.axes}
-    assert axes == set(vars(ParityLayout())) - {"chunks", "compile"}, "auto leaves an axis out"
+    assert axes == set(vars(ParityLayout())) - {"chunks", "compile", "cp_kind"}, "auto leaves an axis out"
 
 
 @pytest.mark.parametrize(

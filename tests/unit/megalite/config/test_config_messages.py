@@ -264,7 +264,10 @@ BAD_OVERRIDES = [
     ("deepspeed.prescale_gradients=true", ["deepspeed.prescale_gradients cannot be set"]),
     ("deepspeed.gradient_predivide_factor=2", ["deepspeed.gradient_predivide_factor cannot be set"]),
     ("deepspeed.zero_allow_untested_optimizer=false", ["deepspeed.zero_allow_untested_optimizer cannot be set"]),
-    ("deepspeed.sequence_parallel_size=2", ["deepspeed.sequence_parallel_size is not here yet: it is Ulysses"]),
+    (
+        "deepspeed.sequence_parallel_size=2",
+        ["is not set there but through parallel.context_parallel_size"],
+    ),
     ("deepspeed.zero_optimisation.x=1", ['"deepspeed.zero_optimisation"', '"deepspeed.zero_optimization"?']),
     ("deepspeed.gradient_cliping=1", ['"deepspeed.gradient_cliping"', 'did you mean "training.gradient_clipping"?']),
     ("deepspeed.xyz=1", ['DeepSpeed 0.19 has no option "xyz": remove deepspeed.xyz']),

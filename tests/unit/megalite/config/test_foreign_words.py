@@ -75,9 +75,6 @@ def test_what_is_not_here_is_not_here() -> None:
         ("training.train_iters=5", ["a word of Megatron-LM and GPT-NeoX: here training.steps, or training.tokens"]),
         ("model.num_layers=4", ['did you mean "model.num_hidden_layers"?']),
         ("data.split=[1, 2]", ["here data.held_out_fraction"]),
-        ("parallel.context_parallel_size=2", ["of Megatron-LM and GPT-NeoX: not here yet"]),
-        ("parallel.cp_degree=2", ["not here yet"]),
-        ("parallel.ulysses_size=2", ["not here yet"]),
         ("expert_parallel_size=2", ["not here yet: experts are cut over tensor ranks"]),
         ("train_batch_size=16", ['did you mean "training.global_batch_size"?']),
         ("gradient_accumulation_steps=16", ["training.global_batch_size"]),
@@ -115,7 +112,7 @@ def test_a_path_with_digits_is_no_blend(minimal: Path) -> None:
     ("flag", "said"),
     [
         ("--tensor-model-parallel-size=2", "of Megatron-LM: here parallel.tensor_parallel_size"),
-        ("--context-parallel-size", "not here yet"),
+        ("--context-parallel-size", "here parallel.context_parallel_size"),
         ("--training.steps", "an option of the config has no dashes here: training.steps="),
         ("--dryrun", "no such option: --dryrun"),
         ("--resume", "the same command goes on"),
@@ -190,7 +187,7 @@ deepspeed:
     said = [(line.split(": ")[0][-1], line.partition(": ")[2]) for line in raised.value.sentences]
     expected = {
         "2": "set training.global_batch_size",
-        "3": "not here yet: it is Ulysses",
+        "3": "parallel.context_parallel_size",
         "5": "set parallel.zero_stage",
         "6": 'did you mean "offload_optimizer"?',
         "8": "set optimizer.learning_rate",

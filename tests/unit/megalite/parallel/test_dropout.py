@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import megalite.parallel.dropout as dropout_module
-from megalite.parallel.collectives import TensorParallel
+from megalite.parallel.collectives import ContextParallel, TensorParallel
 from megalite.parallel.dropout import Dropout
 
 SERIAL = TensorParallel()
@@ -30,7 +30,8 @@ def mask(module: Dropout, samples: Tensor) -> Tensor:
 
 def heads_mask(module: Dropout, samples: Tensor, heads: int = HEADS) -> Tensor:
     """1 where a probability of `[samples, heads, SEQ, SEQ]` was kept."""
-    return (module.probabilities(torch.ones(len(samples), heads, SEQ, SEQ), samples) > 0).double()
+    ones = torch.ones(len(samples), heads, SEQ, SEQ)
+    return (module.probabilities(ones, samples, module.tp.rank * heads, 0) > 0).double()
 
 
 def assert_like_chance(products: Tensor, variance: float, what: str) -> None:
@@ -108,6 +109,19 @@ def test_ranks_hold_slices_of_the_serial_mask(size: int) -> None:
         assert torch.equal(mask(dropout(0.3, tp=uncut), samples), whole)
         heads = heads_mask(dropout(0.3, tp=uncut), samples, HEADS // size)
         assert torch.equal(heads, whole_heads.chunk(size, dim=1)[rank])
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_ranks_that_share_sequences_hold_their_parts_of_the_serial_mask(tp_size: int) -> None:
+    samples = torch.arange(3)
+    whole = mask(dropout(0.3), samples)
+    for rank, tensor_rank in itertools.product(range(4), range(tp_size)):
+        tp = TensorParallel(tp_size, tensor_rank, None, tp_size > 1, ContextParallel(4, rank))
+        mine = dropout(0.3, tp=tp)(torch.ones(3, SEQ // 4 // tp_size, HIDDEN), samples) > 0
+        of_rank = torch.cat([whole.chunk(8, dim=1)[rank], whole.chunk(8, dim=1)[7 - rank]], dim=1)
+        assert torch.equal(mine.double(), of_rank.chunk(tp_size, dim=1)[tensor_rank])
+    of_queries = dropout(0.3).probabilities(torch.ones(3, 2, 5, 70), samples, 1, 65) > 0
+    assert torch.equal(of_queries.double(), heads_mask(dropout(0.3), samples)[:, 1:3, 65:70, :70])
 
 
 def test_outside_training_and_at_zero_nothing_is_computed() -> None:

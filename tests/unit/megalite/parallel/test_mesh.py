@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import astuple
 from itertools import combinations, pairwise
 
 import pytest
@@ -13,11 +12,14 @@ SIZE = st.integers(1, 5)
 LAYERS = st.lists(st.tuples(st.integers(0, 9), st.booleans()), min_size=1, max_size=9)
 
 
-@given(tp=SIZE, pp=SIZE, dp=SIZE)
-def test_rank_and_coordinate_are_inverse(tp: int, pp: int, dp: int) -> None:
-    mesh = Mesh(tp, pp, dp)
-    assert mesh.world_size == tp * pp * dp
-    assert [mesh.rank(*astuple(mesh.coordinate(rank))) for rank in range(mesh.world_size)] == list(range(tp * pp * dp))
+@given(tp=SIZE, pp=SIZE, dp=SIZE, cp=SIZE)
+def test_rank_and_coordinate_are_inverse(tp: int, pp: int, dp: int, cp: int) -> None:
+    mesh = Mesh(tp, pp, dp, cp)
+    assert mesh.world_size == tp * pp * dp * cp
+    for rank in range(mesh.world_size):
+        at = mesh.coordinate(rank)
+        assert mesh.rank(at.pipeline_rank, at.replica, at.tensor_rank) == rank
+        assert at.replica == at.data_rank * cp + at.context_rank and at.context_rank < cp
 
 
 def test_tensor_parallel_neighbours_are_adjacent_and_stages_furthest_apart() -> None:
@@ -28,6 +30,7 @@ def test_tensor_parallel_neighbours_are_adjacent_and_stages_furthest_apart() -> 
 def test_a_place_names_the_axes_that_are_cut() -> None:
     assert Mesh(tensor_parallel_size=2, pipeline_parallel_size=2).place(3) == "stage 1, tensor rank 1"
     assert Mesh(data_parallel_size=2).place(1) == "replica 1" and Mesh().place(0) == ""
+    assert Mesh(data_parallel_size=2, context_parallel_size=2).place(3) == "replica 1, context rank 1"
 
 
 def slowest(costs: list[float], bounds: tuple[int, ...]) -> float:

@@ -46,6 +46,7 @@ COLLECTIVES = [
     Collective(1.0, 1.5, "all", "all_reduce", 12),  # in a meeting, which it is anyway
     Collective(14.0, 2.0, "tensor", "all_reduce", 10),  # begins with its span
     Collective(19.0, 0.5, "data", "all_gather", 10),  # of weights
+    Collective(30.0, 0.5, "context", "reduce_scatter", 10),
     Collective(34.0, 1.5, "data", "reduce_scatter", 10),  # ends after its span: only what is inside
     Collective(41.5, 2.0, "all", "all_reduce", 10),  # of the norm
     Collective(44.0, 1.0, "data", "all_gather", 10),
@@ -60,9 +61,10 @@ def test_each_second_of_a_step_is_in_one_part() -> None:
             "data": 4.0,
             "collate_to_device": 2.0,
             "forward": 6.0 - 2.5,
-            "backward": 13.0 - 1.0,
+            "backward": 13.0 - 1.5,
             "loss": 2.0,
             "tensor_collectives": 2.0,
+            "context_collectives": 0.5,
             "pipeline_wait": 3.0,
             "pipeline_transfer": 2.0,
             "gradient_sync": 3.0 + 1.0,
@@ -78,7 +80,7 @@ def test_each_second_of_a_step_is_in_one_part() -> None:
     )
     assert sum(seconds.values()) == pytest.approx(60.0, abs=1e-12)
     assert list(seconds) == list(PARTS)
-    assert communication_share(seconds) == pytest.approx((2.0 + 2.0 + 4.0 + 2.5 + 4.0) / 60.0)
+    assert communication_share(seconds) == pytest.approx((2.0 + 0.5 + 2.0 + 4.0 + 2.5 + 4.0) / 60.0)
 
 
 def test_collectives_of_several_streams_take_no_more_than_what_they_happen_in() -> None:
