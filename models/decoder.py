@@ -220,9 +220,14 @@ class DecoderBlock(CompilableBlock):
         attended = self.self_attn(normed, inputs, sample_ids)
         attended = self.attention_output_dropout(self._normed(self.norms.attention_output, attended), sample_ids)
         # residuals are added in place, to results of GEMMs and norms that nothing else reads
-        if not self.is_parallel:
-            hidden = attended.add_(hidden)
-        fed_forward = self.mlp(self._normed(self.norms.mlp_input, hidden, is_kept or not isinstance(self.mlp, MLP)))
+        is_kept = is_kept or not isinstance(self.mlp, MLP)
+        norm = None if self.is_parallel or self.norms.mlp_input is None else getattr(self, self.norms.mlp_input)
+        if norm is not None and norm.run is not partial and is_kept:
+            hidden, normed = norm(attended, hidden)
+        else:
+            hidden = hidden if self.is_parallel else attended.add_(hidden)
+            normed = self._normed(self.norms.mlp_input, hidden, is_kept)
+        fed_forward = self.mlp(normed)
         fed_forward = self.mlp_output_dropout(self._normed(self.norms.mlp_output, fed_forward), sample_ids)
         return fed_forward.add_(attended).add_(hidden) if self.is_parallel else fed_forward.add_(hidden)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megalite.config import ModelConfig
 from megalite.parallel.collectives import (
@@ -20,13 +20,14 @@ from megalite.parallel.collectives import (
     parameter_in_parallel_region,
 )
 from megalite.parallel.expert_balance import ExpertBalance
+from megalite.parallel.fused_passes import HasPasses
 from megalite.parallel.grouped_linear import GroupedLinear, RowGroups, say_why_experts_loop, why_no_grouped_kernel
 from megalite.parallel.linear import linear, sharded_parameter
 from megalite.parallel.shard import Shard
 from models.feed_forward import gated
 
 
-class SparseMLP(nn.Module):
+class SparseMLP(HasPasses):
     """Router and experts. All experts enter and leave the parallel region together, in two collectives."""
 
     def __init__(self, model: ModelConfig, tp: TensorParallel) -> None:
@@ -43,12 +44,9 @@ class SparseMLP(nn.Module):
         choice = self.gate(x, self.balance.bias)
         routes = Routes.of(choice.experts, self.experts.count)
         weights = self.balance(choice.weights, choice.logits, choice.scores, choice.experts, routes.ends)
-        rows = _ToExperts.apply(x.flatten(0, 1), routes.order, routes.inverse, choice.experts.shape[-1])
+        rows = _ToExperts.apply(x, routes, self.run)
         outputs = self.experts(rows, routes.ends)  # [T*k, hidden]
-        weights = _ToExperts.apply(weights.flatten(), routes.order, routes.inverse, 1)
-        weighted = (outputs * weights.unsqueeze(1)).to(x.dtype)
-        tokens = _ToTokens.apply(weighted, routes.order, routes.inverse, choice.experts.shape[-1])
-        return leave_parallel_region(tokens.view_as(x), self.tp)
+        return leave_parallel_region(_ToTokens.apply(outputs, weights, routes, self.run), self.tp)
 
 
 class ExpertChoice(NamedTuple):
@@ -60,7 +58,7 @@ class ExpertChoice(NamedTuple):
     scores: Tensor  # their softmax, in at least fp32
 
 
-class Router(nn.Module):
+class Router(HasPasses):
     """Selects the experts of each token, and the weights of their outputs."""
 
     def __init__(self, model: ModelConfig, tp: TensorParallel) -> None:
@@ -84,11 +82,15 @@ class Router(nn.Module):
             chosen = (scores.detach() + bias).topk(self.top_k, dim=-1).indices
             weights = scores.gather(-1, chosen)
         if self.renormalizes:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
+            weights = self.run(_renormalized)(weights)
         return ExpertChoice(weights, chosen, logits, scores)
 
 
-class Experts(nn.Module):
+def _renormalized(weights: Tensor) -> Tensor:
+    return weights / weights.sum(dim=-1, keepdim=True)
+
+
+class Experts(HasPasses):
     """This rank's features of all experts, gated feed-forward layers, applied to the tokens that chose each.
 
     Features are cut, and experts are not dealt over the ranks: dealt ones would make every rank wait for the one whose
@@ -112,14 +114,14 @@ class Experts(nn.Module):
         if reason is not None and rows.device.type != "cpu":
             say_why_experts_loop(reason)
         groups = RowGroups.of(ends, is_one_kernel=reason is None)
-        return self.down_proj(self.activation(self.up_projections(rows, groups)), groups)
+        return self.down_proj(self.run(self.activation)(self.up_projections(rows, groups)), groups)
 
 
 class Routes(NamedTuple):
     """Permutation between tokens and experts: a token has a row for each of its experts, grouped by expert."""
 
-    order: Tensor  # [T * k] int64: row -> token * k + index of the choice
-    inverse: Tensor  # [T * k] int64: the inverse permutation
+    order: Tensor  # [batch, seq, k] int64, to be read as [T * k]: row -> token * k + index of the choice
+    inverse: Tensor  # [batch, seq, k] int64: the inverse permutation, the rows of each token
     ends: Tensor  # [experts] int32: the rows of expert e end before this one
 
     @classmethod
@@ -129,18 +131,31 @@ class Routes(NamedTuple):
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(len(order), device=order.device)
         numbers = torch.arange(experts, device=order.device)
-        return cls(order, inverse, torch.searchsorted(by_expert, numbers, right=True, out_int32=True))
+        ends = torch.searchsorted(by_expert, numbers, right=True, out_int32=True)
+        return cls(order.view_as(chosen), inverse.view_as(chosen), ends)
 
 
-def _rows_of_tokens(tokens: Tensor, order: Tensor, top_k: int) -> Tensor:
-    """`[T, ...]` -> `[T * k, ...]`, in the order of the experts."""
-    return tokens[order // top_k if top_k > 1 else order]
+def _rows_of_tokens(tokens: Tensor, order: Tensor) -> Tensor:
+    """`[batch, seq, hidden]` -> `[T * k, hidden]`, in the order of the experts."""
+    return tokens.flatten(0, 1)[order.flatten() // order.shape[-1]]
 
 
-def _tokens_of_rows(rows: Tensor, inverse: Tensor, top_k: int) -> Tensor:
-    """Transposes `_rows_of_tokens`: `[T * k, ...]` -> the sum of each token's rows, `[T, ...]`."""
-    rows = rows[inverse]
-    return rows.unflatten(0, (-1, top_k)).sum(dim=1) if top_k > 1 else rows
+def _tokens_of_rows(rows: Tensor, inverse: Tensor) -> Tensor:
+    """Transposes `_rows_of_tokens`: the sum of each token's rows."""
+    return rows[inverse].sum(dim=-2)
+
+
+def _weighted_tokens(rows: Tensor, weights: Tensor, inverse: Tensor) -> Tensor:
+    """Returns the weighted sum of each token's rows, rounded once."""
+    return (rows[inverse] * weights.unsqueeze(-1)).sum(dim=-2).to(rows.dtype)
+
+
+def _gradient_of_rows(grad: Tensor, weights: Tensor, order: Tensor) -> Tensor:
+    return (_rows_of_tokens(grad, order) * weights.flatten()[order.flatten()].unsqueeze(1)).to(grad.dtype)
+
+
+def _gradient_of_weights(grad: Tensor, weights: Tensor, rows: Tensor, inverse: Tensor) -> Tensor:
+    return (rows[inverse].to(weights.dtype) * grad.unsqueeze(-2)).sum(dim=-1)
 
 
 class _ToExperts(torch.autograd.Function):
@@ -150,27 +165,27 @@ class _ToExperts(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, order: Tensor, inverse: Tensor, top_k: int) -> Tensor:
-        ctx.save_for_backward(inverse)
-        ctx.top_k = top_k
-        return _rows_of_tokens(tokens, order, top_k)
+    def forward(ctx: Any, tokens: Tensor, routes: Routes, run: Any) -> Tensor:
+        ctx.save_for_backward(routes.inverse)
+        ctx.run = run
+        return run(_rows_of_tokens)(tokens, routes.order)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        (inverse,) = ctx.saved_tensors
-        return _tokens_of_rows(grad, inverse, ctx.top_k), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.run(_tokens_of_rows)(grad, *ctx.saved_tensors), None, None
 
 
 class _ToTokens(torch.autograd.Function):
-    """Sums the rows of each token's experts: the transpose of `_ToExperts`."""
+    """Sums the rows of each token's experts with their weights `[batch, seq, k]`, in the format of these."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor, top_k: int) -> Tensor:
-        ctx.save_for_backward(order)
-        ctx.top_k = top_k
-        return _tokens_of_rows(rows, inverse, top_k)
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, routes: Routes, run: Any) -> Tensor:
+        ctx.save_for_backward(rows, weights, routes.order, routes.inverse)
+        ctx.run = run
+        return run(_weighted_tokens)(rows, weights, routes.inverse)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        (order,) = ctx.saved_tensors
-        return _rows_of_tokens(grad, order, ctx.top_k), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        rows, weights, order, inverse = ctx.saved_tensors
+        weights_grad = ctx.run(_gradient_of_weights)(grad, weights, rows, inverse)
+        return ctx.run(_gradient_of_rows)(grad, weights, order), weights_grad, None, None

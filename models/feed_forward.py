@@ -6,15 +6,16 @@ In and out: hidden states `[batch, seq(/tp), hidden]`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from megalite.config import ModelConfig
 from megalite.parallel.collectives import TensorParallel
+from megalite.parallel.fused_passes import HasPasses
 from megalite.parallel.layers import Recompute
 from megalite.parallel.linear import ColumnParallelLinear, Recomputable, RowParallelLinear
 
@@ -31,7 +32,7 @@ ACTIVATIONS: dict[str, Activation] = {
 }
 
 
-class MLP(nn.Module):
+class MLP(HasPasses):
     """Feed-forward layer, gated (two fused projections) or plain; features are cut over the ranks.
 
     Selective recomputation keeps the activation's input and not its output.
@@ -50,24 +51,30 @@ class MLP(nn.Module):
     def forward(self, hidden: Tensor | Recomputable) -> Tensor:
         """`[batch, seq(/tp), hidden]` -> the same."""
         features = self.up_projections(hidden)  # [batch, seq, (2) * intermediate / tp]
-        active = self.activation(features)
+        activation = self.run(self.activation)
+        active = activation(features)
         if self.is_activation_kept or torch.compiler.is_compiling():
             return self.down_proj(active)
-        return self.down_proj(Recomputable(active, self.activation, (features.detach(),)))
+        return self.down_proj(Recomputable(active, activation, (features.detach(),)))
 
 
+@lru_cache(maxsize=8)  # layers share what is compiled
 def gated(hidden_act: str) -> Activation:
     """Returns the function `activation(gate) * up` of `[..., 2 * features]`, gate before up."""
     activation = ACTIVATIONS[hidden_act]
 
     def apply(gate_up: Tensor) -> Tensor:
+        if hidden_act == "silu" and not torch.compiler.is_compiling():  # which takes no `out=`
+            return _SwiGLU.apply(gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
         return activation(gate) * up
 
-    return swiglu if hidden_act == "silu" else apply
+    return apply
 
 
 class _SwiGLU(torch.autograd.Function):
+    """Computes `silu(gate) * up` (Shazeer 2020), keeping only its input."""
+
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up)
@@ -83,11 +90,3 @@ class _SwiGLU(torch.autograd.Function):
         torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=gate_grad)
         torch.mul(grad, F.silu(gate), out=up_grad)
         return out
-
-
-def swiglu(gate_up: Tensor) -> Tensor:
-    """Computes `silu(gate) * up` (Shazeer 2020) of `[..., 2 * features]`, keeping only its input."""
-    if torch.compiler.is_compiling():  # which makes one kernel of it and its gradient, and takes no `out=`
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate) * up
-    return _SwiGLU.apply(gate_up)

@@ -159,7 +159,9 @@ def print_dry_run(config: Config, flags: StartFlags = NO_FLAGS, *, full: bool = 
     with progress_lines(CHECKING, first_s=TRAIN_WORD_S):
         run = check_start(config, flags, is_dry=True)
     layout, position = run.layout, run.position
-    facts = run_facts(run.config, layout, position.data, position.start, _format_devices(run))
+    gpus = f"this machine's GPUs ({', '.join(dict.fromkeys(gpu_names()))})" if run.device != "cpu" else ""
+    devices = f"{plural(layout.world_size, 'rank')} on {gpus or f'this CPU ({cpu_name()})'}"
+    facts = run_facts(run.config, layout, position.data, position.start, devices)
     prediction = _predict(run)
     predicted = prediction_facts(facts, prediction, run.memory)
     if as_json:
@@ -197,8 +199,3 @@ def _predict(run: CheckedRun) -> Prediction:
     if run.memory is None:
         return predicted
     return replace(predicted, memory=run.memory.stages)
-
-
-def _format_devices(run: CheckedRun) -> str:
-    gpus = f"this machine's GPUs ({', '.join(dict.fromkeys(gpu_names()))})" if run.device != "cpu" else ""
-    return f"{plural(run.layout.world_size, 'rank')} on {gpus or f'this CPU ({cpu_name()})'}"

@@ -282,7 +282,7 @@ class PerformanceConfig(Section):
     """Faster kernels for the same results, up to rounding."""
 
     compile: Literal["auto", "none", "blocks"] = "auto"
-    """`blocks` compiles decoder blocks for training, `auto` on GPUs where it can; `none`: nor the loss there."""
+    """`blocks` compiles decoder blocks for training, `auto` on GPUs where it can; `none`: nor passes and loss there."""
 
     attention: Literal["auto", "sdpa"] = "auto"
     """`auto`: on GPUs kernels for packed documents, windows and capped scores; `sdpa`: masks, as on a CPU."""

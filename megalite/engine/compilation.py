@@ -1,4 +1,4 @@
-"""Compilation of decoder blocks by torch.compile: which runs have it, the cache between runs, and its log lines.
+"""Compilation of decoder blocks or passes by torch.compile: which runs have it, the cache between runs, its log lines.
 
 Each block is compiled by itself, as a whole graph, and equal blocks share one (torch calls it regional compilation), so
 that the start takes no longer with more layers. Forward without gradients is not compiled: evaluation and generation
@@ -25,6 +25,7 @@ from megalite.config.rules.performance import why_not_compiled
 from megalite.config.user_folders import cache_folder
 from megalite.parallel import linear
 from megalite.parallel.collectives import TensorParallel
+from megalite.parallel.fused_passes import HasPasses, fused
 from megalite.parallel.layers import CompilableBlock
 
 log = logging.getLogger(__name__)
@@ -38,9 +39,11 @@ CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 
 
 def compile_blocks(model: nn.Module, config: Config, device: torch.device, tp: TensorParallel) -> None:
-    """Makes the blocks of `model` compile themselves in their first training pass, if the run wants it."""
+    """Makes the blocks of `model`, or on GPUs their passes alone, compile themselves in their first training pass."""
     blocks = [module for module in model.modules() if isinstance(module, CompilableBlock)]
     if not blocks or not _is_wanted(config, device):
+        if device.type == "cuda" and config.performance.compile != "none":
+            fuse_passes(model)
         return
     import torch._functorch.config as functorch_config
 
@@ -58,6 +61,13 @@ def compile_blocks(model: nn.Module, config: Config, device: torch.device, tp: T
     }
     for block in blocks:
         block.compiled = compiled[type(block)]
+
+
+def fuse_passes(model: nn.Module) -> None:
+    _set_up_compiler(tells=dist.get_rank() == 0)
+    for module in model.modules():
+        if isinstance(module, HasPasses) and module.is_fusible:
+            module.run = fused
 
 
 def _is_wanted(config: Config, device: torch.device) -> bool:

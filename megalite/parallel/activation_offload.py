@@ -213,12 +213,8 @@ class ActivationOffload:
             place = tensor.size(), tensor.stride(), int(tensor.storage_offset())
             return SavedView(moved, tensors, tensor.dtype, *place)
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, _unpacked):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda it: it if isinstance(it, Tensor) else it.tensor()):
             yield
-
-
-def _unpacked(saved: Tensor | SavedView | SavedWeight) -> Tensor:
-    return saved if isinstance(saved, Tensor) else saved.tensor()
 
 
 def _as_weight(tensor: Tensor, parameters: Sequence[nn.Parameter]) -> SavedWeight | None:

@@ -46,14 +46,18 @@ class _CountedInBackward(torch.autograd.Function):
     """Returns `x`; backward counts the choices."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ends: Tensor, entropy: Tensor, balance: ExpertBalance) -> Tensor:
+    def forward(ctx: Any, x: Tensor, ends: Tensor, entropy: Tensor, counts: tuple[Tensor, Tensor]) -> Tensor:
         ctx.save_for_backward(ends, entropy)
-        ctx.balance = balance
+        ctx.counts = counts
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        ctx.balance.count(*ctx.saved_tensors)
+        ends, entropy = ctx.saved_tensors
+        chosen, total = ctx.counts
+        chosen += ends
+        chosen[1:] -= ends[:-1]
+        total += entropy
         return grad, None, None, None
 
 
@@ -81,7 +85,8 @@ class ExpertBalance(nn.Module):
         if not (self.training and torch.is_grad_enabled()):
             return weights
         if self.chosen is not None:
-            weights = _CountedInBackward.apply(weights, ends, torch.special.entr(scores.detach()).sum(), self)
+            entropy = torch.special.entr(scores.detach()).sum()
+            weights = _CountedInBackward.apply(weights, ends, entropy, (self.chosen, self.entropy))
         losses: list[Tensor] = []
         if self.losses.sequence_loss:
             # equation 18 counts the best scores, whatever the bias makes of the choice
@@ -95,12 +100,6 @@ class ExpertBalance(nn.Module):
             # compute means of their parts
             weights = _WithGradientOf.apply(weights, loss, self.scale / (self._tp.size * self._tp.context.size))
         return weights
-
-    def count(self, ends: Tensor, entropy: Tensor) -> None:
-        """Adds the choices of a micro-batch, and the entropy of its scores."""
-        assert self.chosen is not None and self.entropy is not None
-        self.chosen += ends.diff(prepend=ends.new_zeros(1))
-        self.entropy += entropy
 
 
 def sequence_balance(scores: Tensor, chosen: Tensor, cp: ContextParallel) -> Tensor:

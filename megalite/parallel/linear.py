@@ -134,9 +134,9 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, *kept = ctx.saved_tensors
-        tp, gathering = ctx.tp, None
+        tp, gathering, input_again = ctx.tp, None, ctx.function or Tensor.detach
         if ctx.keeps_input and tp.sequence_is_cut:
-            gathering = begin_all_gather(_input_again(ctx.function, kept), tp)
+            gathering = begin_all_gather(input_again(*kept), tp)
         rows = grad.flatten(0, -2)  # [tokens, out]
         wide = multipliable(rows)
         x_grad, summing = None, None
@@ -146,7 +146,7 @@ class _Product(torch.autograd.Function):
             summing = begin_sum(x_grad, tp) if tp.size > 1 else None
         weight_grad = None
         if ctx.keeps_input:
-            x = _input_again(ctx.function, kept) if gathering is None else gathering.wait()
+            x = input_again(*kept) if gathering is None else gathering.wait()
             if ctx.put is not None:
                 # detached: x, and so a view of it, would keep the graph that it comes from
                 ctx.put(rows.detach(), x.detach().flatten(0, -2))
@@ -155,10 +155,6 @@ class _Product(torch.autograd.Function):
         bias_grad = wide.sum(0).to(grad.dtype) if ctx.needs_input_grad[2] else None
         x_grad = x_grad if summing is None else summing.wait()
         return x_grad, weight_grad, bias_grad, None, None, None, *(None for _ in kept if ctx.function is not None)
-
-
-def _input_again(function: Callable[..., Tensor] | None, kept: list[Tensor]) -> Tensor:
-    return kept[0] if function is None else function(*kept)
 
 
 def linear(

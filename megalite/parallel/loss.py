@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 from megalite.parallel.collectives import TensorParallel, all_gather, enter_parallel_region
+from megalite.parallel.fused_passes import fused
 from megalite.parallel.gradient_accumulation_fusion import add_product, sum_in_place, wide_product
 from megalite.parallel.linear import multipliable
-from megalite.parallel.softmax_passes import compiled_passes
+from megalite.parallel.softmax_passes import differentiate_, reduce_rows
 
 IGNORED = -100  # the target of a token that carries no loss, as in torch and transformers
 # of logits alive at once. Small chunks stay in a CPU's caches; on a GPU each chunk is one more pass over the fp32
@@ -186,13 +187,14 @@ def _compiled_softmax(
     logits: Tensor, target: Tensor, part: _VocabularyPart, scale: Factor | None, token_losses: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Does the same as `_softmax` in two passes over the logits."""
-    reduce_rows, differentiate_ = compiled_passes()
+    cut = part.real_rows, part.softcap
     valid, column = target != IGNORED, (target - part.first).unsqueeze(1)
-    log_total, picked = _over_vocabulary(*reduce_rows(logits, column, part.real_rows, part.softcap), part.tp)
+    log_sum, picked = fused(reduce_rows, *cut)(logits, column)
+    log_total, picked = _over_vocabulary(log_sum, picked, part.tp)
     loss = torch.mul(log_total - picked, valid, out=token_losses).sum()
     if scale is None:
         return loss, None
-    differentiate_(logits, column, log_total.unsqueeze(1), (valid * scale).unsqueeze(1), part.real_rows, part.softcap)
+    fused(differentiate_, *cut)(logits, column, log_total.unsqueeze(1), (valid * scale).unsqueeze(1))
     return loss, logits
 
 

@@ -8,6 +8,7 @@ positions, so their gradients are summed over the tensor-parallel ranks here, wh
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,40 +16,56 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.parallel.collectives import TensorParallel, all_reduce
+from megalite.parallel.fused_passes import HasPasses
 from megalite.parallel.linear import ONE_RANK, Recomputable, replicated_weight, sharded_parameter
 from megalite.parallel.shard import Initializer, Shard
 
 
-class ReplicatedNorm(nn.Module):
+class ReplicatedNorm(HasPasses):
     """A norm whose parameters every tensor-parallel rank holds whole."""
 
-    normalize: Callable[..., Tensor]  # of x and the parameters, in the order of `parameters()`
+    normalize: Callable[..., Tensor]  # of eps, x and the parameters, in the order of `parameters()`
     initial_weight: Initializer = "ones"
+    has_kernel = True  # of torch's on a GPU, without a sum
 
     def __init__(self, hidden_size: int, eps: float, tp: TensorParallel) -> None:
         super().__init__()
         self.tp, self.eps = tp, eps
+        # ranks with the same hidden states need the same bits of them, and each times kernels with other orders of sums
+        self.is_fusible = tp.size == 1 or tp.sequence_is_cut
         self.weight = replicated_weight((hidden_size,), tp, self.initial_weight)
 
-    def forward(self, x: Tensor, *, is_kept: bool = True) -> Tensor | Recomputable:
+    def forward(self, x: Tensor, residual: Tensor | None = None, *, is_kept: bool = True) -> Any:
         """`[batch, seq(/tp), hidden]` -> the same; with `is_kept=False` together with the way to compute it again, for
-        a product, which then does not keep it."""
+        a product, which then does not keep it. With a residual: the sum of both, and its norm."""
         parameters = list(self.parameters())
-        y = self.normalize(x, *parameters)
+        if residual is not None:
+            return self.run(_sum_and_norm, self.normalize, self.eps)(x, residual, *parameters)
+        # computed again to the bit where it is not kept
+        normalize = (partial if self.has_kernel or not is_kept else self.run)(self.normalize, self.eps)
+        y = normalize(x, *parameters)
         if is_kept:
             return y
         # copies: when backward comes to the product, ZeRO-3 has not gathered this layer's parameters yet
-        return Recomputable(y, self.normalize, (x.detach(), *(each.detach().clone() for each in parameters)))
+        return Recomputable(y, normalize, (x.detach(), *(each.detach().clone() for each in parameters)))
+
+
+def _sum_and_norm(
+    normalize: Callable[..., Tensor], eps: float, x: Tensor, residual: Tensor, *parameters: Tensor
+) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return total, normalize(eps, total, *parameters)
 
 
 class RMSNorm(ReplicatedNorm):
     """`x / rms(x) * weight` (Zhang & Sennrich 2019)."""
 
-    def normalize(self, x: Tensor, weight: Tensor) -> Tensor:
+    @staticmethod
+    def normalize(eps: float, x: Tensor, weight: Tensor) -> Tensor:
         # torch has no fused kernel on a CPU: eleven passes over the hidden states, we take six
         if x.device.type == "cpu" and not torch.compiler.is_compiling():
-            return _RMSNorm.apply(x, weight, self.eps, 0.0, x.shape[-1])
-        return F.rms_norm(x, (x.shape[-1],), weight, self.eps)
+            return _RMSNorm.apply(x, weight, eps, 0.0, x.shape[-1])
+        return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
 class ZeroCenteredRMSNorm(ReplicatedNorm):
@@ -58,11 +75,13 @@ class ZeroCenteredRMSNorm(ReplicatedNorm):
     """
 
     initial_weight = "zeros"
+    has_kernel = False
 
-    def normalize(self, x: Tensor, weight: Tensor) -> Tensor:
+    @staticmethod
+    def normalize(eps: float, x: Tensor, weight: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
-            return F.rms_norm(_widened(x), (x.shape[-1],), _factor(weight, 1.0), self.eps).to(x.dtype)
-        return _RMSNorm.apply(x, weight, self.eps, 1.0, x.shape[-1])
+            return F.rms_norm(_widened(x), (x.shape[-1],), _factor(weight, 1.0), eps).to(x.dtype)
+        return _RMSNorm.apply(x, weight, eps, 1.0, x.shape[-1])
 
 
 class FullWidthRMSNorm(nn.Module):
@@ -126,8 +145,9 @@ class LayerNorm(ReplicatedNorm):
         super().__init__(hidden_size, eps, tp)
         self.bias = replicated_weight((hidden_size,), tp, "zeros")
 
-    def normalize(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return F.layer_norm(x, (x.shape[-1],), weight, bias, self.eps)
+    @staticmethod
+    def normalize(eps: float, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
 
 
 # by `model.normalization`

@@ -1,21 +1,12 @@
-"""The two passes over logits that make a loss and its gradient, for torch's compiler: `megalite.parallel.loss`.
+"""The two passes over logits that make a loss and its gradient, to be fused: `megalite.parallel.loss`.
 
 Logits `[chunk, rows]` are one rank's part of the vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache
-
 import torch
 from torch import Tensor
-
-
-@lru_cache(maxsize=1)
-def compiled_passes() -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., None]]:
-    """Returns `reduce_rows` and `differentiate_`, which are compiled when they are first called."""
-    return torch.compile(reduce_rows, fullgraph=True), torch.compile(differentiate_, fullgraph=True)
 
 
 def _final_logits(logits: Tensor, real_rows: int, softcap: float | None) -> tuple[Tensor, Tensor]:
@@ -28,7 +19,7 @@ def _final_logits(logits: Tensor, real_rows: int, softcap: float | None) -> tupl
     return x, columns
 
 
-def reduce_rows(logits: Tensor, column: Tensor, real_rows: int, softcap: float | None) -> tuple[Tensor, Tensor]:
+def reduce_rows(real_rows: int, softcap: float | None, logits: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the log-sum-exp of each row, and its logit in `column` `[chunk, 1]`, or 0 if that is none of them.
 
     The first four operations are written as inductor wants them to compute maximum and sum in one pass on a GPU.
@@ -41,7 +32,7 @@ def reduce_rows(logits: Tensor, column: Tensor, real_rows: int, softcap: float |
 
 
 def differentiate_(
-    logits: Tensor, column: Tensor, log_total: Tensor, factor: Tensor, real_rows: int, softcap: float | None
+    real_rows: int, softcap: float | None, logits: Tensor, column: Tensor, log_total: Tensor, factor: Tensor
 ) -> None:
     """Writes `factor x (softmax - one_hot)`, times the slope of the cap, over the logits; `[chunk, 1]` but those."""
     x, columns = _final_logits(logits, real_rows, softcap)

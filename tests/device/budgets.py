@@ -54,6 +54,9 @@ STEPS = {
         518, event_syncs=2, waits=1, sections={"parallel": {"zero_stage": 2}, "precision": {"dtype": "fp16"}}
     ),
     "ZeRO-3": StepBudget(487, syncs=1, event_syncs=2, waits=161, sections={"parallel": {"zero_stage": 3}}),
+    "ZeRO-3, fused passes": StepBudget(
+        407, 1, 2, 167, {"parallel": {"zero_stage": 3}, "performance": {"compile": "auto"}}
+    ),
     "dropout": StepBudget(1560, event_syncs=2, waits=1, sections={"model": DROPOUT}),
     "dropout, recompute full": StepBudget(
         2544, event_syncs=2, waits=1, sections={"model": DROPOUT, "recompute": {"mode": "full"}}

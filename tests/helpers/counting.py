@@ -13,7 +13,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,9 +30,10 @@ from megalite.config import ModelConfig
 from megalite.engine.statistics.expert_bias import ExpertCounts
 from megalite.parallel.collectives import TensorParallel
 from megalite.parallel.expert_balance import ExpertBalance, PlacedBalance
+from megalite.parallel.fused_passes import HasPasses
 from megalite.parallel.layers import BlockInput, Recompute
 from models.decoder import DecoderBlock
-from tests.helpers.cuda_kernels import cuda_kernels
+from tests.helpers.cuda_kernels import cuda_kernels, one_kernel
 
 ALLOCATIONS = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
 NO_KERNELS = ALLOCATIONS | {"_unsafe_view", "_reshape_alias", "is_same_size", "_fused_sdp_choice", "lift_fresh"}
@@ -173,6 +174,7 @@ class BlockCase:
     sequence_parallel: bool = False
     recompute: Recompute = "none"
     documents: bool = False
+    fuses: bool = True  # as on a GPU, unless performance.compile is none
     device: str = "meta"  # cpu where values decide what runs, as those of a router do
 
     @property
@@ -232,6 +234,9 @@ def block_of(case: BlockCase) -> Iterator[tuple[DecoderBlock, BlockInput]]:
                 rows = case.seq // (case.tp if case.sequence_parallel else 1)
                 hidden = torch.zeros(1, rows, model.hidden_size, requires_grad=True)
                 positions = torch.arange(case.seq).unsqueeze(0) % 1000 if case.documents else None
+            for part in block.modules():
+                if isinstance(part, HasPasses) and part.is_fusible and case.fuses and case.device == "meta":
+                    part.run = one_kernel
             for balance in (part for part in block.modules() if isinstance(part, ExpertBalance)):
                 ExpertCounts([PlacedBalance(0, "", balance)], hidden.device)
             # shared with the blocks before it, as in a model; the host knows the number of documents
@@ -260,7 +265,7 @@ def _hidden(output: BlockInput | Tensor) -> Tensor:
 def why_not_one_graph(case: BlockCase) -> str | None:
     """Returns why torch.compile does not get the block into one graph, forward and backward; None: it does."""
     torch._dynamo.reset()
-    with block_of(case) as (block, inputs), cuda_kernels():
+    with block_of(replace(case, fuses=False)) as (block, inputs), cuda_kernels():
         try:
             block.compiled = torch.compile(type(block).compute, backend="aot_eager", fullgraph=True, dynamic=False)
             hidden = _hidden(block(inputs))

@@ -1,18 +1,20 @@
-"""Stand-ins on the meta device for what CUDA runs as one kernel, forward and backward: attention and RMSNorm.
+"""Stand-ins on the meta device for what CUDA runs as one kernel, each way: attention, RMSNorm, fused passes.
 
-torch has no kernel there for either, and would show the many operations they are defined by.
+torch has no kernel there for any, and would show the many operations they are defined by.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 import models.attention as attention
 import models.attention_inputs as attention_inputs
@@ -39,15 +41,10 @@ def _(grad: Tensor, x: Tensor, inverse_rms: Tensor, weight: Tensor) -> tuple[Ten
     return torch.empty_like(x), torch.empty_like(weight)
 
 
-def _save_norm(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.save_for_backward(inputs[0], output[1], inputs[1])
-
-
-def _norm_gradients(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, Tensor]:
-    return _rms_norm_backward(grad, *ctx.saved_tensors)  # type: ignore[no-any-return]
-
-
-_rms_norm.register_autograd(_norm_gradients, setup_context=_save_norm)
+_rms_norm.register_autograd(
+    lambda ctx, grad, _: _rms_norm_backward(grad, *ctx.saved_tensors),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0], output[1], inputs[1]),
+)
 
 
 @torch.library.custom_op("one_kernel::attention", mutates_args=())
@@ -79,11 +76,9 @@ def _save_attention(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(q, k, v, *output, *([] if mask is None else [mask]))
 
 
-def _attention_gradients(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    return (*_attention_backward(grad, *ctx.saved_tensors[:5]), None)
-
-
-_attention.register_autograd(_attention_gradients, setup_context=_save_attention)
+_attention.register_autograd(
+    lambda ctx, grad, _: (*_attention_backward(grad, *ctx.saved_tensors[:5]), None), setup_context=_save_attention
+)
 
 
 def _one_kernel_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **options: Any) -> Tensor:
@@ -93,8 +88,29 @@ def _one_kernel_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | N
     return _attention(q, k, v, attn_mask)[0]  # type: ignore[no-any-return]
 
 
-def _attend_capped(q: Tensor, k: Tensor, v: Tensor, *_: Any, **options: Any) -> Tensor:
-    return _attention(q, k, v, None)[0]  # type: ignore[no-any-return]
+class _OneKernel(torch.autograd.Function):
+    """Keeps what a fused pass keeps: its inputs; of a sum and its norm the sum, and a number of rows a parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., Any], *tensors: Tensor) -> Any:
+        with _disable_current_modes():
+            made = function(*tensors)
+        ctx.shapes = [each.shape for each in tensors]
+        if isinstance(made, Tensor):
+            ctx.save_for_backward(*tensors)
+            return made.clone()
+        total, normed = torch._foreach_neg(made)  # an operation, whichever, with several results
+        ctx.save_for_backward(total, total.new_empty(*total.shape[:-1], len(tensors) - 2, dtype=torch.float32))
+        return total, normed
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *torch._foreach_neg([grad.new_empty(shape) for shape in ctx.shapes])
+
+
+def one_kernel(function: Callable[..., Any], *constants: Any) -> Callable[..., Any]:
+    """Stands in for `fused`."""
+    return partial(_OneKernel.apply, partial(function, *constants))
 
 
 def _no_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
@@ -107,7 +123,7 @@ def cuda_kernels() -> Iterator[None]:
     with (
         patch.object(attention, "why_not_flash", _no_flash),
         patch.object(attention, "why_not_flex", lambda device, head_dim: None),
-        patch.object(attention, "attend_capped", _attend_capped),
+        patch.object(attention, "attend_capped", lambda q, k, v, *_, **options: _attention(q, k, v, None)[0]),
         patch.object(attention_inputs, "made_block_mask", lambda *_: None),
         patch.object(F, "scaled_dot_product_attention", _one_kernel_attention),
         patch.object(F, "rms_norm", lambda x, shape, weight, eps: _rms_norm(x, weight)[0]),

@@ -1,4 +1,4 @@
-"""Runs with compiled blocks, by inductor, against eager runs on the same ranks: losses, gradient norms and weights.
+"""Runs with compiled blocks or fused passes, by inductor, against eager ones on the same ranks: losses, norms, weights.
 
 `tests/unit/models/test_compiled_blocks.py` has the graphs of all combinations; here a real compiler, engine and step.
 """
@@ -9,12 +9,13 @@ import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch._inductor.config
 
-from megalite.engine.compilation import keep_compiled_code
+from megalite.engine.compilation import fuse_passes, keep_compiled_code
 from tests.helpers.engine_cases import Case, assemble, engine_of, global_batches, local_weights, micro_batches_of
 from tests.helpers.rank_pool import run_fresh_ranks
 
@@ -28,6 +29,15 @@ COMPILED = [
     replace(CASE, pp=2, accumulation=3),
     replace(CASE, dp=2, zero=2, accumulation=2),
     replace(CASE, dtype="bf16"),
+]
+EXPERTS = TINY | {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 11}
+FUSED = [
+    replace(CASE, accumulation=2, pp=2, schedule="zero-bubble"),
+    replace(CASE, dp=2, zero=3),
+    replace(CASE, recompute="full", offload={"activations": "cpu"}),
+    replace(CASE, recompute="selective", model=TINY | {"residual_dropout": 0.1}),
+    replace(CASE, tp=2, sequence_parallel=True, recompute="selective", model=EXPERTS),
+    replace(CASE, dtype="fp16", model=TINY | {"normalization": "zero_centered_rmsnorm"}),
 ]
 
 
@@ -56,9 +66,18 @@ def _both(rank: int, case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
     return _trained(rank, replace(case, compile="none")), _trained(rank, replace(case, compile="blocks"))
 
 
-def _check(case: Case) -> list[dict[str, Any]]:
-    ranks = run_fresh_ranks(_both, case.world_size, case, timeout_s=LIMIT_S)
-    eager, compiled = ([both[which] for both in ranks] for which in (0, 1))
+def _both_ways(rank: int, case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
+    eager = _trained(rank, case)
+    with patch("megalite.engine.initialization.compile_blocks", lambda model, *_: fuse_passes(model)):  # as on a GPU
+        few = _trained(rank, replace(case, steps=1))["graphs"]
+        fused = _trained(rank, case)
+    assert 1 <= few <= 9 and fused["graphs"] == few
+    return eager, fused | {"graphs": 1}
+
+
+def _check(case: Case, both: Any = _both) -> list[dict[str, Any]]:
+    ranks = run_fresh_ranks(both, case.world_size, case, timeout_s=LIMIT_S)
+    eager, compiled = ([each[which] for each in ranks] for which in (0, 1))
     bound = 2e-5 if case.dtype == "fp32" else 2e-2  # sums in another order; bf16: roundings that fusion leaves out
     assert [each["graphs"] for each in eager] == [0] * case.world_size
     assert all(each["graphs"] == 1 and not each["breaks"] for each in compiled)
@@ -72,14 +91,15 @@ def _check(case: Case) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_a_compiled_run_has_the_results_of_an_eager_one() -> None:
-    """One layout, with collectives in the graph; `--exhaustive` has others."""
+    """One layout, with collectives in the graph, and one that splits backward; `--exhaustive` has others."""
     _check(replace(CASE, tp=2, sequence_parallel=True))
+    _check(FUSED[0], _both_ways)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("case", COMPILED, ids=str)
+@pytest.mark.parametrize("case", COMPILED + FUSED[1:], ids=str)
 def test_other_compiled_runs_have_the_results_of_eager_ones(case: Case) -> None:
-    _check(case)
+    _check(case, _both if case in COMPILED else _both_ways)
 
 
 def _trained_with_cache(rank: int, case: Case) -> dict[str, Any]:

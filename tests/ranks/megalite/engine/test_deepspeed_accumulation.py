@@ -22,7 +22,6 @@ from megalite.engine.deepspeed.zero_3 import partitioned_groups
 from tests.helpers.rank_pool import run_fresh_ranks
 
 WIDTH = 5
-OF_ROUNDING = 1e-5  # of fp32 sums of a few numbers
 OF_BF16 = 1e-2  # of gradients that were rounded to bf16 once
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -15,7 +16,6 @@ from torch import Tensor
 from megalite.parallel import loss as loss_module
 from megalite.parallel.collectives import TensorParallel
 from megalite.parallel.loss import CHUNK_BYTES, CHUNK_TOKENS, IGNORED, head_logits, head_loss
-from megalite.parallel.softmax_passes import differentiate_, reduce_rows
 from tests.helpers.rank_pool import run_ranks
 
 RELATIVE = 2e-6  # of the largest number: fp32 logits and softmax, sums of up to 131 terms
@@ -25,10 +25,9 @@ BIG_VOCABULARY = CHUNK_BYTES["cpu"] // (4 * CHUNK_TOKENS) + 5  # chunks are CHUN
 @contextmanager
 def expressions() -> Iterator[None]:
     """The passes that GPUs compile take the place of the CPU's, uncompiled."""
-    passes = reduce_rows, differentiate_
     with (
         patch.object(loss_module, "_softmax", loss_module._compiled_softmax),
-        patch.object(loss_module, "compiled_passes", lambda: passes),
+        patch.object(loss_module, "fused", partial),
     ):
         yield
 
