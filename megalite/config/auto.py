@@ -15,12 +15,14 @@ from megalite.config.suggestions import OptionPath
 AUTO = "auto"
 PIPELINE: OptionPath = ("parallel", "pipeline_parallel_size")
 SCHEDULE: OptionPath = ("parallel", "pipeline_schedule")
+CONTEXT: OptionPath = ("parallel", "context_parallel_size")
 WIRE: OptionPath = ("precision", "gradient_reduction_dtype")
 
 PLACEHOLDERS: dict[OptionPath, Any] = {
     ("parallel", "tensor_parallel_size"): 1,
     PIPELINE: 1,
     SCHEDULE: "1f1b",
+    CONTEXT: 1,
     ("parallel", "sequence_parallel"): False,
     ("parallel", "zero_stage"): 1,
     ("training", "micro_batch_size"): 1,

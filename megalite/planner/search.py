@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
 from megalite.config import Config, ConfigError, ResolvedLayout, resolve_layout
-from megalite.config.auto import CHOOSABLE, PIPELINE, PLACEHOLDERS, SCHEDULE
+from megalite.config.auto import CHOOSABLE, CONTEXT, PIPELINE, PLACEHOLDERS, SCHEDULE
 from megalite.config.rules.performance import loses_compiled_blocks
 from megalite.config.suggestions import OptionPath
 from megalite.planner.cost.memory import (
@@ -39,6 +39,7 @@ CHUNKS = ("parallel", "pipeline_chunks")
 MICRO_BATCH, RECOMPUTE = ("training", "micro_batch_size"), ("recompute", "mode")
 
 ZERO_STAGES = (1, 2, 3)  # stage 0 is served by 1
+MOST_SHARING = 32  # ranks to a sequence
 
 Check = Callable[[Config, ResolvedLayout], None]
 """Raises ConfigError for a legal layout that must not be chosen all the same."""
@@ -127,7 +128,8 @@ def search(
 
     A stated `parallel.pipeline_schedule` is never free: layouts that cannot have it are dropped; if it is `auto`, it is
     1F1B where no other is faster. Where recomputation is free, each stage recomputes only what it must, for more only
-    costs time. Tensor parallelism crosses nodes only where nothing else fits. `allocator` is that of CPU ranks, by
+    costs time. Ranks share sequences, as few as suffice, only where nothing else fits, and tensor parallelism crosses
+    nodes only where not even that does. `allocator` is that of CPU ranks, by
     default the one that `needs` assumes.
     """
     if cluster.accelerator.device == "cuda":  # a CPU's number formats are the business of the config's rules
@@ -137,13 +139,13 @@ def search(
     ranks = Ranks.of(cluster)
     if any(stage.micro_batch_size is not None for stage in config.training.stages):
         free = free - {MICRO_BATCH}  # each stage states its own
-    for crosses in (False, True):
-        for tp, pp in sizes(config, ranks, free, crosses=crosses):
+    for cut, crosses in cuts(config, ranks, free):
+        for tp, pp in sizes(cut, ranks, free, crosses=crosses):
             try:
-                for chain in chains(config, tp, pp, ranks, free, check):
+                for chain in chains(cut, tp, pp, ranks, free - {CONTEXT}, check):
                     _try(chain, cluster, free, allocator, found, dropped)
             except ConfigError as error:
-                dropped.append(Dropped(_layout(config, tp, pp, ranks.count), str(error)))
+                dropped.append(Dropped(_layout(cut, tp, pp, ranks.count), str(error)))
         if found:
             break
     least_s = min((one.time.seconds for one in found), default=0.0) if SCHEDULE in config.open_options else 0.0
@@ -251,12 +253,22 @@ def options_of(layout: ParallelLayout) -> dict[OptionPath, Any]:
         TENSOR: layout.tensor_parallel_size,
         PIPELINE: layout.pipeline_parallel_size,
         SCHEDULE: layout.pipeline_schedule,
+        CONTEXT: layout.context_parallel_size,
         DATA: layout.data_parallel_size,
         SEQUENCE: layout.sequence_parallel,
         ZERO: layout.zero_stage,
         MICRO_BATCH: layout.micro_batch_size,
         RECOMPUTE: layout.recompute,
     }
+
+
+def cuts(config: Config, ranks: Ranks, free: frozenset[OptionPath]) -> Iterator[tuple[Config, bool]]:
+    """Yields the config with each size of context parallelism, and whether tensor parallelism crosses nodes, in the
+    order in which they are taken."""
+    shared = [n for n in divisors(ranks.count) if n <= MOST_SHARING]
+    for crosses in (False, True):
+        for size in shared if CONTEXT in free else [config.parallel.context_parallel_size]:
+            yield config.with_resolved({CONTEXT: size}), crosses
 
 
 def sizes(config: Config, ranks: Ranks, free: frozenset[OptionPath], *, crosses: bool) -> Iterator[tuple[int, int]]:
@@ -284,7 +296,7 @@ def chains(
     simplest = _simplest(config, tp, pp, free)
     layout = _checked(simplest, ranks, check)
     replicas = layout.data_parallel_size
-    stages = ZERO_STAGES if ZERO in free and replicas > 1 else (simplest.parallel.zero_stage,)
+    stages = ZERO_STAGES if ZERO in free and layout.replicas > 1 else (simplest.parallel.zero_stage,)
     cuts = (False, True) if SEQUENCE in free and tp > 1 else (simplest.parallel.sequence_parallel,)
     size = simplest.training.micro_batch_size
     batches = divisors(simplest.training.global_batch_size // replicas) if MICRO_BATCH in free else (size,)
@@ -307,9 +319,9 @@ def chains(
 def first_legal(config: Config, ranks: Ranks, check: Check | None = None) -> tuple[Config, ResolvedLayout]:
     """Returns the config with the simplest legal layout, whatever memory it needs. Raises ConfigError."""
     free, problem, is_far = config.unresolved_options, None, False
-    for crosses in (False, True):
-        for tp, pp in sizes(config, ranks, free, crosses=crosses):
-            simplest = _simplest(config, tp, pp, free)
+    for cut, crosses in cuts(config, ranks, free):
+        for tp, pp in sizes(cut, ranks, free, crosses=crosses):
+            simplest = _simplest(cut, tp, pp, free - {CONTEXT})
             try:
                 return simplest, _checked(simplest, ranks, check)
             except ConfigError as error:
@@ -328,10 +340,10 @@ def smallest_that_fits(
     for nodes in node_counts:
         larger = cluster.model_copy(update={"nodes": nodes})
         ranks = Ranks.of(larger)
-        for crosses in (False, True):
-            for tp, pp in sizes(config, ranks, free, crosses=crosses):
+        for cut, crosses in cuts(config, ranks, free):
+            for tp, pp in sizes(cut, ranks, free, crosses=crosses):
                 with suppress(ConfigError):
-                    *_, most_sparing = chains(config, tp, pp, ranks, free)
+                    *_, most_sparing = chains(cut, tp, pp, ranks, free - {CONTEXT})
                     job, memory = fitted(most_sparing[0], larger, free)
                     if max(stage.total for stage in memory) <= larger.memory_bytes:
                         return larger, job.layout

@@ -378,7 +378,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "no such cluster": (["--cluster", "nowhere.yaml"], ["nowhere.yaml", "No such file"]),
     "no such hostfile": (["--hostfile", "nowhere", "--accelerator", "H100"], ["nowhere does not exist"]),
     "more GPUs than sequences": (
-        ["--gpus", "64", "--accelerator", "H100", "training.global_batch_size=2"],
+        ["--gpus", "64", "--accelerator", "H100", "training.global_batch_size=2", "training.sequence_length=127"],
         ["no layout works on 64 x H100", "training.global_batch_size 2 is not a multiple", "use"],
     ),
     "a model that fits nowhere": (

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from benchmarks.planner.published import nodes_of
 from megalite.config import Config, ConfigError, ResolvedLayout, resolve_layout
-from megalite.config.auto import AUTO, CHOOSABLE
+from megalite.config.auto import AUTO, CHOOSABLE, CONTEXT
 from megalite.config.suggestions import OptionPath, dotted
 from megalite.planner import search as module
 from megalite.planner.cost.memory import CPU, Device, memory_of
@@ -122,7 +122,7 @@ def test_every_layout_that_is_found_works(problem: tuple[Config, Cluster]) -> No
 @given(problems())
 def test_nothing_legal_that_fits_is_forgotten(problem: tuple[Config, Cluster]) -> None:
     """Against all combinations there are; left out on purpose: what has no effect, stages that recompute more than they
-    must, tensor parallelism across nodes, and micro-batches above one that does not fit."""
+    must, tensor parallelism across nodes, shared sequences, and micro-batches above one that does not fit."""
     config, cluster = problem
     world, size = cluster.accelerators, config.training.global_batch_size
     fit: dict[ParallelLayout, list[list[tuple[float, Recompute]]]] = {}  # what each stage needs, the fastest mode first
@@ -155,7 +155,8 @@ def test_nothing_legal_that_fits_is_forgotten(problem: tuple[Config, Cluster]) -
     if expected:
         assert found == expected
     else:
-        assert all(cluster.accelerators_per_node % layout.tensor_parallel_size for layout in found)
+        outside = [each for each in found if not cluster.accelerators_per_node % each.tensor_parallel_size]
+        assert all(each.context_parallel_size > 1 for each in outside)
 
 
 def _as_little_as_fits(modes: list[tuple[float, Recompute]], cluster: Cluster) -> tuple[float, Recompute]:
@@ -405,6 +406,22 @@ def test_the_longest_context_fits_and_a_longer_one_does_not() -> None:
     longer = {("training", "sequence_length"): lengths[-1] + doubled // 8, ("training", "global_batch_size"): 1}
     too_long = config.with_resolved(longer | {("model", "max_position_embeddings"): 2 * lengths[-1]})
     assert not search(too_long, cluster).candidates
+
+
+def test_ranks_share_sequences_only_where_nothing_else_fits_and_as_few_as_suffice() -> None:
+    """A sequence that no device holds, and fewer sequences than replicas."""
+    config = config_of(LLAMA_70B, 16, 8192, precision={"dtype": "bf16"}, parallel="auto")
+    assert {one.layout.context_parallel_size for one in search(config, h100(8)).candidates} == {1}
+    longer = {("training", "sequence_length"): 1 << 19, ("model", "max_position_embeddings"): 1 << 19}
+    longer |= {("training", "global_batch_size"): 1}
+    found = search(config.with_resolved(longer), h100(8))
+    assert found.best is not None
+    size = found.best.layout.context_parallel_size
+    assert size > 1 and {one.layout.context_parallel_size for one in found.candidates} == {size}
+    assert found.best.layout.tensor_parallel_size <= 8
+    fewer = search(config.with_resolved(longer | {CONTEXT: size // 2}), h100(8), free=CHOOSABLE - {CONTEXT})
+    assert fewer.best is None or fewer.best.layout.tensor_parallel_size > 8, "tensor parallelism inside a node"
+    assert found.best.options[CONTEXT] == size
 
 
 def test_the_longest_context_is_not_that_of_a_batch_that_replicas_cannot_share() -> None:
