@@ -216,17 +216,15 @@ class DecoderBlock(CompilableBlock):
         """Computes the block, `[batch, seq(/tp), hidden]` -> the same."""
         # what norms put out: projections can compute it again from their input, as a compiler does by itself
         is_kept = self.recompute != "selective" or torch.compiler.is_compiling()
-        normed = self._normed(self.norms.attention_input, hidden, is_kept)
-        attended = self.self_attn(normed, inputs, sample_ids)
+        attended = self.self_attn(self._normed(self.norms.attention_input, hidden, is_kept), inputs, sample_ids)
         attended = self.attention_output_dropout(self._normed(self.norms.attention_output, attended), sample_ids)
         # residuals are added in place, to results of GEMMs and norms that nothing else reads
-        is_kept = is_kept or not isinstance(self.mlp, MLP)
-        norm = None if self.is_parallel or self.norms.mlp_input is None else getattr(self, self.norms.mlp_input)
-        if norm is not None and norm.run is not partial and is_kept:
+        norm = getattr(self, self.norms.mlp_input or "", None)
+        if is_kept and norm is not None and norm.run is not partial and not self.is_parallel:
             hidden, normed = norm(attended, hidden)
         else:
             hidden = hidden if self.is_parallel else attended.add_(hidden)
-            normed = self._normed(self.norms.mlp_input, hidden, is_kept)
+            normed = self._normed(self.norms.mlp_input, hidden, is_kept or not isinstance(self.mlp, MLP))
         fed_forward = self.mlp(normed)
         fed_forward = self.mlp_output_dropout(self._normed(self.norms.mlp_output, fed_forward), sample_ids)
         return fed_forward.add_(attended).add_(hidden) if self.is_parallel else fed_forward.add_(hidden)

@@ -51,11 +51,10 @@ class MLP(HasPasses):
     def forward(self, hidden: Tensor | Recomputable) -> Tensor:
         """`[batch, seq(/tp), hidden]` -> the same."""
         features = self.up_projections(hidden)  # [batch, seq, (2) * intermediate / tp]
-        activation = self.run(self.activation)
-        active = activation(features)
+        active = self.run(self.activation)(features)
         if self.is_activation_kept or torch.compiler.is_compiling():
             return self.down_proj(active)
-        return self.down_proj(Recomputable(active, activation, (features.detach(),)))
+        return self.down_proj(Recomputable(active, self.run(self.activation), (features.detach(),)))
 
 
 @lru_cache(maxsize=8)  # layers share what is compiled

@@ -30,3 +30,12 @@ class HasPasses(nn.Module):
 
     run: Callable[..., Callable[..., Any]] = partial  # `fused` where `megalite.engine.compilation` says so
     is_fusible = True
+
+
+def sum_and_norm(
+    normalize: Callable[..., Tensor], eps: float, x: Tensor, residual: Tensor, *parameters: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Returns `x + residual` and its norm. A generated kernel may choose the order of a row's sum by timing, so what
+    has to be the same bits on several ranks is not fused."""
+    total = x + residual
+    return total, normalize(eps, total, *parameters)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.parallel.collectives import TensorParallel, all_reduce
-from megalite.parallel.fused_passes import HasPasses
+from megalite.parallel.fused_passes import HasPasses, sum_and_norm
 from megalite.parallel.linear import ONE_RANK, Recomputable, replicated_weight, sharded_parameter
 from megalite.parallel.shard import Initializer, Shard
 
@@ -31,8 +31,7 @@ class ReplicatedNorm(HasPasses):
     def __init__(self, hidden_size: int, eps: float, tp: TensorParallel) -> None:
         super().__init__()
         self.tp, self.eps = tp, eps
-        # ranks with the same hidden states need the same bits of them, and each times kernels with other orders of sums
-        self.is_fusible = tp.size == 1 or tp.sequence_is_cut
+        self.is_fusible = tp.size == 1 or tp.sequence_is_cut  # ranks with the same hidden states need the same bits
         self.weight = replicated_weight((hidden_size,), tp, self.initial_weight)
 
     def forward(self, x: Tensor, residual: Tensor | None = None, *, is_kept: bool = True) -> Any:
@@ -40,21 +39,14 @@ class ReplicatedNorm(HasPasses):
         a product, which then does not keep it. With a residual: the sum of both, and its norm."""
         parameters = list(self.parameters())
         if residual is not None:
-            return self.run(_sum_and_norm, self.normalize, self.eps)(x, residual, *parameters)
-        # computed again to the bit where it is not kept
-        normalize = (partial if self.has_kernel or not is_kept else self.run)(self.normalize, self.eps)
-        y = normalize(x, *parameters)
+            return self.run(sum_and_norm, self.normalize, self.eps)(x, residual, *parameters)
         if is_kept:
-            return y
+            return (partial if self.has_kernel else self.run)(self.normalize, self.eps)(x, *parameters)
+        normalize = partial(self.normalize, self.eps)
         # copies: when backward comes to the product, ZeRO-3 has not gathered this layer's parameters yet
-        return Recomputable(y, normalize, (x.detach(), *(each.detach().clone() for each in parameters)))
-
-
-def _sum_and_norm(
-    normalize: Callable[..., Tensor], eps: float, x: Tensor, residual: Tensor, *parameters: Tensor
-) -> tuple[Tensor, Tensor]:
-    total = x + residual
-    return total, normalize(eps, total, *parameters)
+        return Recomputable(
+            normalize(x, *parameters), normalize, (x.detach(), *(p.detach().clone() for p in parameters))
+        )
 
 
 class RMSNorm(ReplicatedNorm):
@@ -62,8 +54,7 @@ class RMSNorm(ReplicatedNorm):
 
     @staticmethod
     def normalize(eps: float, x: Tensor, weight: Tensor) -> Tensor:
-        # torch has no fused kernel on a CPU: eleven passes over the hidden states, we take six
-        if x.device.type == "cpu" and not torch.compiler.is_compiling():
+        if x.device.type == "cpu" and not torch.compiler.is_compiling():  # torch takes eleven passes there, we six
             return _RMSNorm.apply(x, weight, eps, 0.0, x.shape[-1])
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
 

@@ -16,8 +16,8 @@ from torch._dynamo.utils import counters
 from torch._inductor import metrics
 
 from megalite.parallel.collectives import TensorParallel
-from megalite.parallel.fused_passes import fused
-from megalite.parallel.norm import NORMS, _sum_and_norm
+from megalite.parallel.fused_passes import fused, sum_and_norm
+from megalite.parallel.norm import NORMS
 from models.feed_forward import gated
 
 # of the largest number; of 16 bits a rounding of the result and one of what was rounded before
@@ -42,7 +42,7 @@ def test_a_fused_pass_is_one_graph_and_near_float64(name: str, dtype: torch.dtyp
     torch._inductor.config.compile_threads = 1  # of few graphs: other processes would each import torch first
     torch._dynamo.reset(), metrics.reset(), counters.clear()
     norm = NORMS[name](48, 1e-5, TensorParallel()) if name in NORMS else None
-    pass_ = (gated(name),) if norm is None else (_sum_and_norm, norm.normalize, norm.eps)
+    pass_ = (gated(name),) if norm is None else (sum_and_norm, norm.normalize, norm.eps)
     kept, vectors = list[int](), [] if norm is None else [draw(48).to(dtype) for _ in norm.parameters()]
     for rows in (5, 7, 33):
         x = [draw(2, rows, 48).to(dtype) for _ in range(2 if vectors else 1)]
