@@ -225,8 +225,7 @@ class DecoderBlock(CompilableBlock):
         else:
             hidden = hidden if self.is_parallel else attended.add_(hidden)
             normed = self._normed(self.norms.mlp_input, hidden, is_kept or not isinstance(self.mlp, MLP))
-        fed_forward = self.mlp(normed)
-        fed_forward = self.mlp_output_dropout(self._normed(self.norms.mlp_output, fed_forward), sample_ids)
+        fed_forward = self.mlp_output_dropout(self._normed(self.norms.mlp_output, self.mlp(normed)), sample_ids)
         return fed_forward.add_(attended).add_(hidden) if self.is_parallel else fed_forward.add_(hidden)
 
     def _normed(self, norm: str | None, x: Tensor, is_kept: bool = True) -> Any:
