@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.harness import quartiles
+
 
 class DataGoal(NamedTuple):
     """A bound that the measured number is to keep."""
@@ -49,8 +51,7 @@ def number(what: str, value: float, digits: int, goal: DataGoal | None = None) -
 
 def ratio(what: str, ratios: list[float], digits: int, goal: DataGoal | None = None) -> DataCost:
     """Returns the row of the median of ratios, with their quartiles."""
-    low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
-    return DataCost(what, middle, f"{middle:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})", goal)
+    return DataCost(what, statistics.median(ratios), quartiles(ratios if len(ratios) > 1 else ratios * 2, digits), goal)
 
 
 def paired(

@@ -80,8 +80,8 @@ def row(cells: Iterable[object]) -> str:
 
 
 def quartiles(values: Sequence[float], digits: int = 2) -> str:
-    """Returns the median with the quartiles behind it."""
-    low, middle, high = statistics.quantiles(values, n=4)
+    """Returns the median with the quartiles behind it, none of which is beyond what was measured."""
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
     return f"{middle:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
 

@@ -125,9 +125,7 @@ def rows(other: list[Start], mine: list[Start], is_quiet: bool) -> list[str]:
             cells += [f"{statistics.median(side):.2f}" if side else "-" for side in pair]
             ratios = [now / then for then, now in zip(*pair, strict=False)]
             is_told = part in (EVERYTHING, FIRST_RUN) and len(ratios) >= LEAST_PAIRS
-            # inclusive: no quartile is beyond what was measured
-            low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if is_told else (0.0, 0.0, 0.0)
-            cells.append(f"{middle:.2f} ({low:.2f} to {high:.2f})" if is_told else "")
+            cells.append(harness.quartiles(ratios) if is_told else "")
         lines.append(harness.row(cells))
     return lines
 
