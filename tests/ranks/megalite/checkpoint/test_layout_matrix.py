@@ -1,6 +1,6 @@
 """A checkpoint written on any layout goes on, on any other, as if nothing had happened.
 
-The default run resumes on each of eleven layouts its own checkpoint and those of two others, drawn anew each time;
+The default run resumes on each of thirteen layouts its own checkpoint and those of two others, drawn anew each time;
 `--exhaustive` has all pairs.
 
 The model's head is tied: with pipeline stages the weight lies on two of them, without on one. Three steps after the
@@ -38,8 +38,10 @@ LAYOUTS = {
     "tp2-pp2-dp2": Case(tp=2, pp=2, dp=2, zero=2, micro_batch=1, schedule="zb-v"),
     "pp2-dp3-bf16": Case(pp=2, dp=3, micro_batch=1, dtype="bf16", schedule="zero-bubble"),
     "pp2-interleaved": Case(pp=2, micro_batch=1, schedule="interleaved"),
+    "tp2-cp2-sequence": Case(tp=2, cp=2, cp_kind="all_gather", sequence_parallel=True),
+    "cp4-zero2": Case(cp=4, cp_kind="ulysses", zero=2, micro_batch=2),
 }
-STEPS, SAVED_AT, BATCH, SEQUENCE = 5, 2, 6, 34
+STEPS, SAVED_AT, BATCH, SEQUENCE = 5, 2, 6, 36
 FP32, BF16 = 2e-5, 2e-2
 Numbers = list[tuple[float, float]]
 OF_A_LAYER = {
