@@ -1,1 +1,1 @@
-"""Trains transformers in three dimensions of parallelism on DeepSpeed's engines."""
+"""Trains transformers with tensor, context, pipeline and data parallelism on DeepSpeed's engines."""

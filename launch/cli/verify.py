@@ -41,8 +41,8 @@ def verify(
     """Verify that every layout computes what `transformers` computes in one process, and diagnose those that do not.
 
     Compares losses, logits, every gradient, weight and moment, clipping and evaluation on this machine's ranks. Exit
-    code 0 only if all layouts pass, 1 if one fails. The keys of a layout: tp, pp, dp, zero, sequence_parallel,
-    recompute, accumulation, schedule and chunks (of a pipeline), compile.
+    code 0 only if all layouts pass, 1 if one fails. The keys of a layout: tp, pp, dp, cp, cp_kind, zero,
+    sequence_parallel, recompute, accumulation, schedule and chunks (of a pipeline), compile.
 
     Example: `megalite verify configs/quickstart.yaml --layouts "tp=2,pp=2,accumulation=4,schedule=zb-v;dp=2,zero=3"`
     """

@@ -52,6 +52,8 @@ class RunMeasurement:
         layout = {name: int(size) for name, size in sizes.items() if 1 <= size <= MOST_RANKS}
         if len(layout) < len(PARALLEL_SIZES):
             raise LaunchError(f"{run_dir} has no receipt.json that names its layout: was it ever started?")
+        if 1 < (sharing := number(files.layout.get("context_parallel_size")) or 1) <= MOST_RANKS:
+            layout["context_parallel_size"] = int(sharing)
         records = files.session_records[warm_up:]
         step_times = [time_s for time_s in known(records, "step_time_s") if time_s > 0]
         if not step_times:

@@ -26,7 +26,6 @@ BESIDE = ("evaluation", "self_check", "checkpoint")
 MOST_BESIDE = 0.1  # of a step, above which these make it an unusual one
 LEAST_STEP = 10  # before which steps warm up
 SHOWN_PROBLEMS = 3  # of damaged files
-LAYOUT = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "schedule", "chunks", "micro_batches")
 
 
 @dataclass(frozen=True)
@@ -155,7 +154,7 @@ def _lacking(step: int, aligned: AlignedStep, read: int) -> Iterable[str]:
 
 
 def _layout(owner: Owner) -> tuple[object, ...]:
-    return tuple(getattr(owner, name) for name in LAYOUT)
+    return owner.sizes, owner.schedule, owner.chunks, owner.micro_batches
 
 
 def format_numbers(numbers: Sequence[int]) -> str:

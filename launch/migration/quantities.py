@@ -137,12 +137,14 @@ def _replicas(work: Derivation) -> None:
         return
     tp = work.size("parallel.tensor_parallel_size")
     pp = work.size("parallel.pipeline_parallel_size")
-    replicas, rest = divmod(per_node * nodes, tp * pp * work.size("parallel.context_parallel_size"))
+    cp = work.size("parallel.context_parallel_size")
+    shared = f" x context parallel {cp}" if cp > 1 else ""
+    replicas, rest = divmod(per_node * nodes, tp * pp * cp)
     if rest:
         work.note(
             "gpus_per_node",
             f"{per_node * nodes} devices ({per_node} x {nodes} hosts) are no multiple of tensor parallel {tp} x "
-            f"pipeline parallel {pp}: take more devices, or smaller sizes",
+            f"pipeline parallel {pp}{shared}: take more devices, or smaller sizes",
         )
         return
     work.replicas = replicas

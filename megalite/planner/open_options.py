@@ -79,7 +79,7 @@ def _idle(one: LayoutCandidate) -> str:
 def _wire(config: Config, cluster: Cluster) -> tuple[str, str]:
     """Returns bf16 where it saves what can be noticed of a step, which fp32 keeps waiting for the link."""
     layout = resolve_layout(config, cluster.accelerators, cluster.accelerator.device)
-    former, replicas, option = config.precision.reduction_dtype, layout.data_parallel_size, dotted(WIRE)
+    former, replicas, option = config.precision.reduction_dtype, layout.replicas, dotted(WIRE)
     if former == "bf16" or config.precision.dtype != "bf16" or replicas == 1:
         return former, f"{option}: {former}, as nothing else would be faster"
     wide, narrow = (judged(config.with_resolved({WIRE: dtype}), layout, cluster).time for dtype in (former, "bf16"))

@@ -30,7 +30,7 @@ class Collective(NamedTuple):
 
     began: float  # time.monotonic
     seconds: float  # that the rank waited for it, or took to begin it if it is asynchronous
-    axis: str  # tensor, data, pipeline, tied or all: the ranks that take part
+    axis: str  # tensor, context, data, pipeline, tied or all: the ranks that take part
     operation: str  # all_reduce, reduce_scatter, all_gather, broadcast, send, receive or another of torch's names
     size: int  # bytes that it is handed, as megalite/planner/cost/communication_volumes.py counts them
     is_wait: bool = False  # for one that is asynchronous, whose call and bytes are counted where it began

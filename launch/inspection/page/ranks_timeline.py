@@ -38,8 +38,8 @@ def timeline_section(found: PageData) -> PageSection:
     parts = dict.fromkeys(part_of(span) for each in shown.values() for span in each.spans())
     if "pipeline_transfer" in parts:
         parts["pipeline_wait"] = None
-    if any(each.collectives for each in shown.values()):
-        parts["tensor_collectives"] = None
+    axes = {collective.axis for each in shown.values() for collective in each.collectives}
+    parts |= dict.fromkeys("context_collectives" if axis == "context" else "tensor_collectives" for axis in axes)
     names = [name for name in PARTS if name in parts]
     figure.append(keys([(COLOURS[name], PARTS[name]) for name in names]))
     by_rank = parts_by_rank(timelines)

@@ -33,6 +33,7 @@ STYLES = {  # of parts, in colours that are told apart also by who sees no red o
     "forward": "blue",
     "backward": "cyan",
     "tensor_collectives": "yellow",
+    "context_collectives": "yellow",
     "gradient_sync": "bright_yellow",
     "weights_sync": "bright_yellow",
     "pipeline_transfer": "magenta",

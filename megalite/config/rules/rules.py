@@ -187,11 +187,12 @@ def _offload(config: Config) -> Iterator[str]:
         )
 
 
-def _offload_to_nvme(config: Config, replicas: int | None) -> Iterator[str]:
+def _offload_to_nvme(config: Config, data_parallel_size: int | None) -> Iterator[str]:
     if not offloads_to_nvme(config.deepspeed):
         return
     zero_stage, size = config.parallel.zero_stage, config.parallel.gradient_bucket_size
-    least = (replicas or 1) * LEAST_ON_NVME // 4  # fp32 numbers
+    replicas = (data_parallel_size or 1) * config.parallel.context_parallel_size
+    least = replicas * LEAST_ON_NVME // 4  # fp32 numbers
     where = "deepspeed.zero_optimization.offload_optimizer.device nvme keeps the optimizer's state in host memory "
     if zero_stage < 3 and ("parallel", "zero_stage") not in config.unresolved_options:
         yield (
@@ -200,7 +201,7 @@ def _offload_to_nvme(config: Config, replicas: int | None) -> Iterator[str]:
         )
     elif size < least:
         yield (
-            f"{where}where a replica's part of it has less than 1 MiB: with {plural(replicas or 1, 'replica')} each "
+            f"{where}where a replica's part of it has less than 1 MiB: with {plural(replicas, 'replica')} each "
             f"part of parallel.gradient_bucket_size {size} has; use at least {least}, or offload.optimizer cpu"
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,15 @@ def test_runs_tell_what_they_held(measured_run: MeasuredRun) -> None:
     assert scaling_kind(points_of_runs([runs["a"], runs["b"], runs["d"]], 2)) == "mixed"
     points = points_of_runs([runs["c"], runs["a2"], runs["a"]], 2)
     assert [(point.name, len(point.runs)) for point in points] == [("tp1 pp1 dp1", 2), ("tp1 pp1 dp2", 1)]
+
+
+def test_ranks_that_share_sequences_count(measured_run: MeasuredRun) -> None:
+    run = measured_run("a", {"forward": 0.1}, data_parallel_size=2)
+    receipt = json.loads((run / "receipt.json").read_text())
+    receipt["layout"]["context_parallel_size"] = 4
+    (run / "receipt.json").write_text(json.dumps(receipt))
+    (point,) = points_of_runs([run], 2)
+    assert (point.name, point.ranks) == ("tp1 pp1 dp2 cp4", 8)
 
 
 def test_runs_that_cannot_be_compared_are_refused(measured_run: MeasuredRun, tmp_path: Path) -> None:

@@ -140,6 +140,7 @@ dataset = "c4"
 data_parallel_shard_degree = 8
 tensor_parallel_degree = 2
 context_parallel_degree = 2
+context_parallel_rotate_method = "allgather"
 [checkpoint]
 enable = false
 interval = 500
@@ -317,7 +318,7 @@ def test_a_file_of_torchtitan(tmp_path: Path) -> None:
     assert config.checkpoint.interval == 0 and not config.checkpoint.save_last
     assert config.performance.compile == "none" and config.recompute.mode == "full"
     assert config.optimizer.betas == (0.9, 0.95) and not result.filled
-    assert config.parallel.context_parallel_size == 2
+    assert (config.parallel.context_parallel_size, config.parallel.context_parallel_kind) == (2, "all_gather")
 
 
 def test_a_flavor_without_known_sizes_is_a_sentence(tmp_path: Path) -> None:
