@@ -45,7 +45,7 @@ def train(
 ) -> None:
     """Train a model; resume from the newest checkpoint in the run folder if there is one.
 
-    Starts tensor x pipeline x data ranks on this machine; under `deepspeed`, `torchrun`, `srun` or `mpirun`
+    Starts tensor x pipeline x data x context ranks on this machine; under `deepspeed`, `torchrun`, `srun` or `mpirun`
     it is one of them. Ctrl-C and SIGTERM finish the step and save; a second one ends the run at once.
 
     Example: `megalite train configs/quickstart.yaml parallel.tensor_parallel_size=1 training.steps=20`

@@ -49,9 +49,11 @@ class RankLocation:
     replica: int
     tensor_rank: int
     host: str
+    context_rank: int | None = None  # None: no other rank shares its sequences
 
     def __str__(self) -> str:
-        return f"rank {self.rank} (stage {self.stage}, replica {self.replica}, tensor rank {self.tensor_rank})"
+        part = "" if self.context_rank is None else f"context rank {self.context_rank}, "
+        return f"rank {self.rank} (stage {self.stage}, replica {self.replica}, {part}tensor rank {self.tensor_rank})"
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class RankReport:
     place: RankLocation
     step_loss: float
     bad_weights: tuple[str, ...]  # parameters that are not finite
-    losses: tuple[float, ...]  # mean over the valid tokens, per micro-batch; empty on ranks without the last layer
+    losses: tuple[float, ...]  # mean over its valid tokens, per micro-batch; empty on ranks without the last layer
     samples: tuple[tuple[int, ...], ...]  # per micro-batch; empty on ranks that take no data
     gradient_norms: tuple[tuple[str, float], ...]  # of parameters that no other rank reports; NaN: not finite
     sightings: tuple[FirstNonfinite, ...] = ()  # of the second run
@@ -127,9 +129,10 @@ def gather_rank_reports(
     engine: Engine, result: StepResult, micro_batches: Sequence[MicroBatch], norms: Sequence[tuple[str, float]]
 ) -> list[RankReport]:
     """Gathers the reports of all ranks about a step that was not taken, in rank order; collective."""
-    at = engine.coordinate
+    at, host = engine.coordinate, socket.gethostname()
+    context_rank = at.context_rank if engine.context_parallel.size > 1 else None
     own = RankReport(
-        RankLocation(dist.get_rank(), at.pipeline_rank, at.data_rank, at.tensor_rank, socket.gethostname()),
+        RankLocation(dist.get_rank(), at.pipeline_rank, at.data_rank, at.tensor_rank, host, context_rank),
         result.loss,
         _bad_weights(engine),
         _token_losses(engine, result, micro_batches),
@@ -248,7 +251,7 @@ def _micro_batch(members: Sequence[RankReport], number: int) -> tuple[tuple[int,
 
 
 def not_finite_first(losses: Sequence[float]) -> float:
-    """Returns the first loss that is not finite, or else the first one; the ranks' losses should be equal."""
+    """Returns the first loss that is not finite, or else the first one; those of the same tokens should be equal."""
     return next((loss for loss in losses if not math.isfinite(loss)), losses[0])
 
 

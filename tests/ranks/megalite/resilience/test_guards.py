@@ -123,6 +123,10 @@ TWO_RANKS = [
         ],
     ),
     (
+        Case(cp=2, cp_kind="all_gather", accumulation=2, sequence=36, document_mask=True),
+        [Plant("output", DOWN, 1, 2), Plant("loss", "the loss", 1, 1), Plant("gradient", QKV, 0, 2)],
+    ),
+    (
         Case(dp=2, zero=3, accumulation=2, document_mask=True),
         [Plant("output", DOWN, 0, 2), Plant("gradient", QKV, 1, 2), Plant("loss", "the loss", 1, 2)],
     ),
@@ -135,7 +139,7 @@ TWO_RANKS = [
 
 def _samples(case: Case, plant: Plant) -> list[int]:
     """Of the planted micro-batch: steps take the samples in order, replicas contiguous shares."""
-    replica = plant.rank // case.tp % case.dp
+    replica = plant.rank // (case.tp * case.cp) % case.dp
     first = case.batch + (replica * case.accumulation + plant.micro_batch - 1) * case.micro_batch
     return list(range(first, first + case.micro_batch))
 
@@ -180,7 +184,7 @@ def _check_report(case: Case, plant: Plant, sentence: str, facts: dict[str, Any]
         return
     path = plant.where.strip().replace(" ", ".") if plant.lasts or plant.kind == "loss" else "the loss"
     path = {"loss": "the loss", "backward": f"{path}.weight"}.get(plant.kind, path)
-    coordinate = engine_module.Mesh(case.tp, case.pp, case.dp).coordinate(plant.rank)
+    coordinate = engine_module.Mesh(case.tp, case.pp, case.dp, case.cp).coordinate(plant.rank)
     for one in suspects:
         assert one["where"] == path and path in sentence, where
         assert one["phase"] == ("backward" if is_backward else "forward"), where
@@ -192,6 +196,7 @@ def _check_report(case: Case, plant: Plant, sentence: str, facts: dict[str, Any]
         assert suspects[0]["stage"] == coordinate.pipeline_rank, where
         assert suspects[0]["tensor_rank"] == coordinate.tensor_rank, where
         assert f"rank {plant.rank} (stage" in sentence, where
+        assert (f"context rank {coordinate.context_rank}," in sentence) is (case.cp > 1), where
     assert facts["documents"] == [name for sample in _samples(case, plant) for name in _documents(sample)], where
 
 
