@@ -57,24 +57,21 @@ class _GatherTokens(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, cp: ContextParallel) -> Tensor:
         ctx.cp = cp
         stacked = begin_all_gather(x, cp).wait().unflatten(0, (cp.size, -1))  # [cp, batch, seq/cp, ...]
-        if chunks(cp) == cp.size:
-            return stacked.transpose(0, 1).flatten(1, 2)
         early, late = stacked.chunk(2, dim=2)  # of ranks 0, 1 ... the chunks 0, 1 ... and, from the end, the last ones
-        return torch.cat((early, late.flip(0))).transpose(0, 1).flatten(1, 2)
+        return torch.cat((*early.unbind(), *late.unbind()[::-1]), dim=1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         cp = ctx.cp
-        pieces = grad.unflatten(1, (chunks(cp), -1)).transpose(0, 1)  # [chunks, batch, seq/chunks, ...]
-        if chunks(cp) > cp.size:
-            early, late = pieces.split(cp.size)
-            pieces = torch.cat((early, late.flip(0)), dim=2)
+        pieces = grad.unflatten(1, (2 * cp.size, -1)).transpose(0, 1)  # [chunks, batch, seq/chunks, ...]
+        early, late = pieces.split(cp.size)
+        pieces = torch.cat((early, late.flip(0)), dim=2)
         return reduce_scatter(pieces.flatten(0, 1), cp, 0), None
 
 
 def gather_tokens(x: Tensor, cp: ContextParallel) -> Tensor:
-    """Gathers all ranks' tokens in their order: `[batch, seq/cp, ...]` -> `[batch, seq, ...]`; backward adds up what
-    the ranks' queries contribute."""
+    """Gathers the tokens of all ranks, of which each has two chunks, in their order: `[batch, seq/cp, ...]` ->
+    `[batch, seq, ...]`; backward adds up what the ranks' queries contribute."""
     return _GatherTokens.apply(x, cp)
 
 
