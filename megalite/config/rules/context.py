@@ -12,7 +12,8 @@ from megalite.config.suggestions import multiples_near
 
 
 def context_parallel_kind(config: Config) -> ContextParallelKind:
-    """Returns how ranks that share sequences attend: where `auto` leaves it open, so that a layer moves fewer bytes.
+    """Returns how ranks that share sequences attend: where `auto` leaves it open, so that a layer moves fewer bytes
+    and sequences can be cut.
 
     A rank of cp receives the keys and values of (cp - 1) / cp of the tokens, or in their place 1 / cp of its own
     queries, keys, values and contexts: twice the query heads, and twice those of keys, of which each rank needs one.
@@ -22,10 +23,11 @@ def context_parallel_kind(config: Config) -> ContextParallelKind:
         return parallel.context_parallel_kind
     cp, tp = parallel.context_parallel_size, parallel.tensor_parallel_size
     heads, kv = model.num_attention_heads // tp, max(1, model.num_key_value_heads // tp)
-    if not _can_exchange(heads, kv, cp):
+    if cp == 1 or not _can_exchange(heads, kv, cp):
         return "all_gather"
+    is_uneven = any(shape.sequence_length % (2 * cp) for shape in shapes_of(config.training))
     exchanged = (2 * heads + 2 * max(kv, cp)) / cp
-    return "ulysses" if exchanged < 2 * kv else "all_gather"
+    return "ulysses" if is_uneven or exchanged < 2 * kv else "all_gather"
 
 
 def _can_exchange(heads: int, kv: int, cp: int) -> bool:
