@@ -174,7 +174,8 @@ def _products(config: Config, slots: int) -> list[int]:
     tensor = divisors(heads) if TENSOR in free else (parallel.tensor_parallel_size,)
     pipeline = stages if PIPELINE in free else (parallel.pipeline_parallel_size,)
     data = divisors(config.training.global_batch_size) if replicas == "auto" else (replicas,)
-    shared = divisors(MOST_SHARING) if CONTEXT in free else (parallel.context_parallel_size,)
+    length, most = config.training.sequence_length, MOST_SHARING
+    shared = [n for n in divisors(length) if n <= most] if CONTEXT in free else [parallel.context_parallel_size]
     counts = {tp * pp * dp * cp for tp in tensor for pp in pipeline for dp in data for cp in shared}
     return sorted(count for count in counts if count <= slots)[::-1]
 

@@ -500,7 +500,7 @@ def test_ranks_of_a_launcher_agree_and_a_resume_plans_again(auto: Path, tiny: di
 
 @pytest.mark.slow
 def test_what_works_nowhere_is_said_once_by_ranks_too(auto: Path) -> None:
-    stated = ["training.global_batch_size=1", "parallel.pipeline_parallel_size=1"]
+    stated = ["training.global_batch_size=1", "parallel.pipeline_parallel_size=1", "training.sequence_length=31"]
     heads = ["model.num_attention_heads=1", "model.num_key_value_heads=1"]
     done = run(*TORCHRUN, "2", "-m", "launch.train", auto, *stated, *heads)
     assert done.returncode

@@ -268,7 +268,7 @@ def test_a_ring_passes_on_what_patarasuk_and_yuan_say() -> None:
 def test_one_rank_moves_nothing() -> None:
     case = Case(model={"tie_word_embeddings": True})
     layout = resolve_layout(case.config(), 1, "cpu")
-    assert traffic(_predicted(case), TrainingWorkload.of(_config(case), layout)) == Traffic((0,), (0,), {}, 0)
+    assert traffic(_predicted(case), TrainingWorkload.of(_config(case), layout)) == Traffic((0,), (0,), {}, 0, (0,))
 
 
 def test_a_published_model_moves_what_its_paper_says() -> None:
