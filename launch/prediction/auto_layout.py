@@ -20,7 +20,7 @@ from launch.prediction.this_machine import MeasurementLimits, describe_machine, 
 from launch.runtime.devices import Device, gpu_count
 from megalite.checkpoint.manifest import find_latest, read_manifest
 from megalite.config import Config, ConfigError, ResolvedLayout, resolve_layout, wanted_world_size
-from megalite.config.auto import CONTEXT, PIPELINE, SCHEDULE
+from megalite.config.auto import PIPELINE, SCHEDULE
 from megalite.config.layout import unchecked_layout
 from megalite.config.rules.known_bad import check_known_bad, installed_versions
 from megalite.config.suggestions import OptionPath, dotted
@@ -28,7 +28,7 @@ from megalite.planner.cost import memory
 from megalite.planner.explanation import main_parts, why_nothing_fits
 from megalite.planner.hardware import Cluster, is_guess
 from megalite.planner.open_options import choose_open, without_choice
-from megalite.planner.search import MOST_SHARING, TENSOR, Check, Ranks, SearchResult, divisors, first_legal, search
+from megalite.planner.search import TENSOR, Check, Ranks, SearchResult, divisors, first_legal, search
 from megalite.units import about, seconds
 
 DECIDED_LATER = "the layout is auto: rank 0 chooses it when the run starts, by the accelerators it finds"
@@ -174,9 +174,7 @@ def _products(config: Config, slots: int) -> list[int]:
     tensor = divisors(heads) if TENSOR in free else (parallel.tensor_parallel_size,)
     pipeline = stages if PIPELINE in free else (parallel.pipeline_parallel_size,)
     data = divisors(config.training.global_batch_size) if replicas == "auto" else (replicas,)
-    length, most = config.training.sequence_length, MOST_SHARING
-    shared = [n for n in divisors(length) if n <= most] if CONTEXT in free else [parallel.context_parallel_size]
-    counts = {tp * pp * dp * cp for tp in tensor for pp in pipeline for dp in data for cp in shared}
+    counts = {tp * pp * dp * parallel.context_parallel_size for tp in tensor for pp in pipeline for dp in data}
     return sorted(count for count in counts if count <= slots)[::-1]
 
 

@@ -98,9 +98,8 @@ def wanted_world_size(config: Config, device_count: int | None) -> int:
         return replica
     if device_count < replica:
         raise ConfigError(
-            f"{_sizes(parallel)} needs {replica} "
-            f"GPUs, but this machine has {device_count}: use sizes whose product is at most {device_count}, "
-            "or a hostfile with more machines"
+            f"{_sizes(parallel)} needs {replica} GPUs, but this machine has {device_count}: use sizes whose product is "
+            f"at most {device_count}, or a hostfile with more machines"
         )
     return device_count // replica * replica
 

@@ -317,11 +317,12 @@ def chains(
 
 
 def first_legal(config: Config, ranks: Ranks, check: Check | None = None) -> tuple[Config, ResolvedLayout]:
-    """Returns the config with the simplest legal layout, whatever memory it needs. Raises ConfigError."""
+    """Returns the config with the simplest legal layout, whatever memory it needs, in which nothing shares sequences
+    unless the config says so. Raises ConfigError."""
     free, problem, is_far = config.unresolved_options, None, False
-    for cut, crosses in cuts(config, ranks, free):
-        for tp, pp in sizes(cut, ranks, free, crosses=crosses):
-            simplest = _simplest(cut, tp, pp, free - {CONTEXT})
+    for crosses in (False, True):
+        for tp, pp in sizes(config, ranks, free, crosses=crosses):
+            simplest = _simplest(config, tp, pp, free)
             try:
                 return simplest, _checked(simplest, ranks, check)
             except ConfigError as error:

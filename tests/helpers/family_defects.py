@@ -60,7 +60,7 @@ def window_is_one_token_longer() -> None:
     def longer(window: int | None) -> int | None:
         return None if window is None else window + 1
 
-    attention_inputs.document_mask = lambda positions, window: document_mask(positions, longer(window))
+    attention_inputs.document_mask = lambda positions, window, *rest: document_mask(positions, longer(window), *rest)
     attention_inputs.causal_mask = lambda queries, keys, window, device: causal_mask(
         queries, keys, longer(window), device
     )
@@ -140,10 +140,10 @@ def gradient_of_learned_positions_is_of_a_slice() -> None:
 def norm_is_not_centered() -> None:
     """Gemma's weights taken for factors, though 1 is to be added."""
 
-    def normalize(self: Any, x: Tensor, weight: Tensor) -> Tensor:
-        return norm._RMSNorm.apply(x, weight, self.eps, 0.0, x.shape[-1])
+    def normalize(eps: float, x: Tensor, weight: Tensor) -> Tensor:
+        return norm._RMSNorm.apply(x, weight, eps, 0.0, x.shape[-1])
 
-    norm.ZeroCenteredRMSNorm.normalize = normalize  # type: ignore[method-assign]
+    norm.ZeroCenteredRMSNorm.normalize = staticmethod(normalize)  # type: ignore[method-assign]
 
 
 def loss_of_logits_without_their_cap() -> None:

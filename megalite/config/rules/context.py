@@ -12,8 +12,7 @@ from megalite.config.suggestions import multiples_near
 
 
 def context_parallel_kind(config: Config) -> ContextParallelKind:
-    """Returns how ranks that share sequences attend: where `auto` leaves it open, so that a layer moves fewer bytes
-    and sequences can be cut.
+    """Returns how ranks that share sequences attend: where `auto` leaves it open, so that a layer moves fewer bytes.
 
     A rank of cp receives the keys and values of (cp - 1) / cp of the tokens, or in their place 1 / cp of its own
     queries, keys, values and contexts: twice the query heads, and twice those of keys, of which each rank needs one.

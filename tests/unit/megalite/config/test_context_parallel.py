@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from launch.prediction.auto_layout import most_ranks
 from megalite.config import Config, ConfigError, resolve_layout, wanted_world_size
 from megalite.config.rules.context import context_parallel_kind
 from tests.helpers.odd_sizes import config_of
@@ -73,15 +72,3 @@ def test_ranks_that_share_sequences_make_one_replica() -> None:
     assert (layout.data_parallel_size, layout.replicas, layout.gradient_accumulation_steps) == (3, 6, 2)
     with pytest.raises(ConfigError, match="context_parallel_size 2 = 4 does not divide the 10 processes"):
         resolve_layout(shared, 10, "cpu")
-
-
-def test_auto_uses_ranks_that_one_sequence_leaves() -> None:
-    """Eight heads and five layers make 40 ranks at most, of a batch of one sequence."""
-    model = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8, "num_hidden_layers": 4}
-    sizes = {"global_batch_size": 1, "micro_batch_size": "auto", "sequence_length": 64}
-    free = config_of(64, model=model, training=sizes).model_dump(mode="json") | {
-        "parallel": "auto",
-        "recompute": "auto",
-    }
-    free["training"]["micro_batch_size"] = "auto"
-    assert most_ranks(Config.model_validate(free), 64, 8, "cuda") == 64
