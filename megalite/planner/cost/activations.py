@@ -12,7 +12,7 @@ from typing import NamedTuple, Self
 
 from megalite.config import ModelConfig
 from megalite.config.sections import ContextParallelKind, Dtype
-from megalite.planner.cost.stage_parameters import block_kinds, cut
+from megalite.planner.cost.stage_parameters import block_kinds, cut, scores_exist
 from megalite.planner.workload import BYTES, Recompute, TrainingWorkload
 
 
@@ -106,7 +106,7 @@ class _Block:
         if self.gathers_keys:  # of two chunks, whose keys end with them
             self.square *= (2 * self.cp + 1) / (4 * self.cp)
         self.scores = self.batch * self.heads * self.square  # numbers
-        self.is_explicit = model.attention_dropout > 0 or model.attn_logit_softcapping is not None
+        self.is_explicit = scores_exist(model)
         self.hidden = self.tokens * model.hidden_size * self.size  # whole, as products read it
         self.input = self.hidden / tp if self.is_cut else self.hidden  # as the blocks pass it on
         self.projected = self.tokens * self.qkv * self.size  # q, k and v before rotation

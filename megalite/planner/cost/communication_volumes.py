@@ -17,7 +17,7 @@ from itertools import pairwise
 
 from megalite.planner.cost.model_states import trained_numbers
 from megalite.planner.cost.muon import gathered_over_replicas, gathered_over_tensor_ranks
-from megalite.planner.cost.stage_parameters import StageShape, embedding_parameters
+from megalite.planner.cost.stage_parameters import StageShape, embedding_parameters, scores_exist
 from megalite.planner.workload import BYTES, TrainingWorkload
 from megalite.schedules.tables import placement
 from megalite.units import Additive
@@ -181,9 +181,7 @@ def context_moved(job: TrainingWorkload, stage: StageShape) -> LayersMoved:
         return LayersMoved(Moved(), Moved(), Moved())
     heads, kv = model.num_attention_heads // tp, max(1, model.num_key_value_heads // tp)
     of_heads = stage.blocks * job.micro_batch_tokens * model.head_dim * BYTES[job.dtype]
-    is_selective = layout.recompute == "selective" and (
-        model.attention_dropout > 0 or model.attn_logit_softcapping is not None
-    )
+    is_selective = layout.recompute == "selective" and scores_exist(model)
     if layout.context_parallel_kind == "ulysses":
         there = back = Moved(all_to_all=of_heads * 2 * (heads + max(kv, cp)))
         again = Moved(all_to_all=of_heads * (heads + 2 * max(kv, cp))) if is_selective else there

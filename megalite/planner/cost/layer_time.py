@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megalite.config import ModelConfig
-from megalite.planner.cost.stage_parameters import cut
+from megalite.planner.cost.stage_parameters import cut, scores_exist
 from megalite.planner.hardware import Cluster
 from megalite.planner.workload import BYTES, TrainingWorkload
 from megalite.units import Additive
@@ -92,7 +91,7 @@ def block_work(job: TrainingWorkload, layer: int, speed: Speed) -> Passes:
     one beside adapters, whose own products are not counted;
     `TrainingWorkload.layout.recompute` decides what is recomputed."""
     dense, core, moved = _products(job, layer, speed), _attention(job, layer, speed), _elementwise(job, layer, speed)
-    is_fused = job.stack.attention != "materialized" and not _scores_exist(job.model)
+    is_fused = job.stack.attention != "materialized" and not scores_exist(job.model)
     core_backward = (FLASH_BACKWARD if is_fused else 2.0) * core
     forward = sum(dense, core + moved)
     backward = sum((products_of_backward(job) * product for product in dense), core_backward + 2.0 * moved)
@@ -184,7 +183,7 @@ def _attention(job: TrainingWorkload, layer: int, speed: Speed) -> LayerTime:
     number = speed.number_bytes
     heads, s = model.num_attention_heads / t * job.layout.micro_batch_size, job.sequence_length
     rows = s / job.layout.context_parallel_size  # or all of as many fewer heads
-    if job.stack.attention == "materialized" or _scores_exist(model):
+    if job.stack.attention == "materialized" or scores_exist(model):
         products = speed.product(rows, s, model.head_dim, size, heads)
         products += speed.product(rows, model.head_dim, s, size, heads)
         passes = 2 * number + ((2 * number + 1) if model.attention_dropout > 0 else 0)
@@ -194,11 +193,6 @@ def _attention(job: TrainingWorkload, layer: int, speed: Speed) -> LayerTime:
     is_masked = job.document_mask or model.has_window(layer)
     flops = 4.0 * rows * s * model.head_dim * heads * (1.0 if is_masked else 0.5)
     return LayerTime(attention_s=flops / speed.attention_flops)
-
-
-def _scores_exist(model: ModelConfig) -> bool:
-    """Returns whether torch's fused attention cannot be used (models/attention.py)."""
-    return model.attention_dropout > 0 or model.attn_logit_softcapping is not None
 
 
 def _elementwise(job: TrainingWorkload, layer: int, speed: Speed) -> LayerTime:

@@ -197,6 +197,11 @@ def norm_parameters(model: ModelConfig, features: int) -> int:
     return features * (2 if model.normalization == "layernorm" else 1)
 
 
+def scores_exist(model: ModelConfig) -> bool:
+    """Returns whether torch's fused attention cannot be used (models/attention.py)."""
+    return model.attention_dropout > 0 or model.attn_logit_softcapping is not None
+
+
 def cut(size: int, tp: int) -> int:
     """Returns a rank's part of `size`, padding included."""
     return -(-size // tp)
