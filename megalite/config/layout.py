@@ -34,6 +34,7 @@ class ResolvedLayout:
     data_parallel_size: int
     context_parallel_size: int
     context_parallel_kind: ContextParallelKind
+    expert_parallel_size: int
     world_size: int
     gradient_accumulation_steps: int  # micro-batches per optimizer step on one replica
     zero_stage: int  # that DeepSpeed runs: 1 to 3
@@ -76,6 +77,7 @@ def unchecked_layout(config: Config, world_size: int) -> ResolvedLayout:
         data_parallel_size=data_parallel_size,
         context_parallel_size=parallel.context_parallel_size,
         context_parallel_kind=context_parallel_kind(config),
+        expert_parallel_size=parallel.expert_parallel_size,
         world_size=world_size,
         gradient_accumulation_steps=training.global_batch_size // (training.micro_batch_size * data_parallel_size),
         zero_stage=max(1, parallel.zero_stage),

@@ -57,6 +57,9 @@ class ParallelConfig(Section):
     context_parallel_kind: ContextParallelKind | Literal["auto"] = "auto"
     """How they attend to each other: gathered keys and values, or heads exchanged; `auto` moves fewer bytes."""
 
+    expert_parallel_size: RankCount = 1
+    """Number of neighbouring replicas over which each layer's experts are dealt; all else is whole on each of them."""
+
     sequence_parallel: bool = False
     """Cut activations between parallel layers along the sequence; no effect without tensor parallelism."""
 

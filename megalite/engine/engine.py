@@ -59,6 +59,7 @@ class Engine(ABC):
             self._grid.get_slice_parallel_group(),
             config.parallel.sequence_parallel,
             self._grid.context_parallel(layout),
+            self._grid.experts(layout),
         )
         self._make = LayerMaker(config, layout, self._grid)
         peers = activity.peers

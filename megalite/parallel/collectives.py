@@ -46,6 +46,7 @@ class TensorParallel(RankGroup):
 
     sequence_parallel: bool = False
     context: ContextParallel = ContextParallel()
+    experts: RankGroup = RankGroup()  # the replicas that have a layer's experts between them
 
     @property
     def sequence_is_cut(self) -> bool:

@@ -38,17 +38,32 @@ class Mesh:
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
     context_parallel_size: int = 1
+    expert_parallel_size: int = 1
 
     @classmethod
     def of(cls, layout: ResolvedLayout) -> Self:
         """Takes the sizes from a resolved layout."""
         sizes = layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.data_parallel_size
-        return cls(*sizes, layout.context_parallel_size)
+        return cls(*sizes, layout.context_parallel_size, layout.expert_parallel_size)
 
     @property
     def replicas(self) -> int:
         """Copies of the weights, over which gradients are summed and ZeRO cuts."""
         return self.data_parallel_size * self.context_parallel_size
+
+    @property
+    def copies_of_experts(self) -> int:
+        """Copies of each expert's weights: replicas in a row deal a layer's experts among themselves."""
+        return self.replicas // self.expert_parallel_size
+
+    def sharing_experts(self, replica: int) -> range:
+        """Returns the replicas that have the experts of a layer between them, of which `replica` is one."""
+        first = replica - replica % self.expert_parallel_size
+        return range(first, first + self.expert_parallel_size)
+
+    def with_experts_of(self, replica: int) -> range:
+        """Returns the replicas that hold the same experts as `replica`."""
+        return range(replica % self.expert_parallel_size, self.replicas, self.expert_parallel_size)
 
     @property
     def world_size(self) -> int:
@@ -77,7 +92,8 @@ class Mesh:
 
     def __str__(self) -> str:
         sizes = f"tp={self.tensor_parallel_size} pp={self.pipeline_parallel_size} dp={self.data_parallel_size}"
-        return sizes if self.context_parallel_size == 1 else f"{sizes} cp={self.context_parallel_size}"
+        more = {"cp": self.context_parallel_size, "ep": self.expert_parallel_size}
+        return " ".join([sizes, *(f"{name}={size}" for name, size in more.items() if size > 1)])
 
 
 def block_cost(model: ModelConfig, layer: int) -> float:

@@ -52,7 +52,8 @@ class Shard:
     sections are along the first dim.
 
     A stack is one parameter `[stacked, *shape]` of tensors that are all cut alike, such as the weights of experts. Each
-    has a canonical name of its own, so initial weights, folders and checkpoints know no stacks.
+    has a canonical name of its own, so initial weights, folders and checkpoints know no stacks. Its tensors may be
+    dealt over expert-parallel ranks, in equal runs; one parameter then is as many of them as a rank has.
     """
 
     shape: tuple[int, ...]  # global, of one tensor of a stack; along `dim` the sum of the sections
@@ -62,7 +63,9 @@ class Shard:
     tensor_parallel_rank: int
     initializer: Initializer = "normal"
     name: str = ""  # dotted path of the parameter from the model's root, set when its layer is built
-    stacked: int | None = None  # tensors of a stack; None: no stack
+    stacked: int | None = None  # tensors of a stack, on all ranks together; None: no stack
+    expert_parallel_size: int = 1
+    expert_parallel_rank: int = 0
 
     @property
     def is_replicated(self) -> bool:
@@ -73,11 +76,23 @@ class Shard:
     def local_shape(self) -> tuple[int, ...]:
         """Shape of this rank's parameter, padding included."""
         if self.stacked is not None:
-            return (self.stacked, *self._in_stack(0).local_shape)
+            return (len(self.numbers), *self._in_stack(0).local_shape)
         if self.dim is None:
             return self.shape
         local = sum(self._local_size(size) for _, size in self.sections)
         return (*self.shape[: self.dim], local, *self.shape[self.dim + 1 :])
+
+    @property
+    def is_dealt(self) -> bool:
+        """True if other replicas hold other tensors of the stack."""
+        return self.expert_parallel_size > 1
+
+    @property
+    def numbers(self) -> range:
+        """The tensors of the stack that this rank holds."""
+        assert self.stacked is not None
+        own = self.stacked // self.expert_parallel_size
+        return range(own * self.expert_parallel_rank, own * (self.expert_parallel_rank + 1))
 
     def _local_size(self, size: int) -> int:
         return size if self.dim is None else -(-size // self.tensor_parallel_size)
@@ -95,16 +110,16 @@ class Shard:
         if name:
             parent, module, leaf = name.rsplit(".", 2)
             name = f"{parent}.{number}.{module}.{leaf}"
-        return replace(self, stacked=None, name=name)
+        return replace(self, stacked=None, name=name, expert_parallel_size=1, expert_parallel_rank=0)
 
     def pieces(self) -> Iterator[ShardPiece]:
         """Yields the blocks of global tensors that this rank holds, without padding."""
         if self.stacked is None:
             yield from self._pieces()
             return
-        for number in range(self.stacked):
+        for place, number in enumerate(self.numbers):
             for piece in self._in_stack(number).pieces():
-                yield replace(piece, target=(number, *piece.target))
+                yield replace(piece, target=(place, *piece.target))
 
     def _pieces(self) -> Iterator[ShardPiece]:
         whole = tuple(slice(0, n) for n in self.shape)
@@ -132,10 +147,10 @@ class Shard:
             yield from self._pieces_of_range(start, stop)
             return
         size = math.prod(self.local_shape[1:])
-        for number in range(start // size, -(-stop // size)):
-            offset = number * size
+        for place in range(start // size, -(-stop // size)):
+            offset = place * size
             first, last = max(start, offset), min(stop, offset + size)
-            for piece in self._in_stack(number).pieces_of_range(first - offset, last - offset):
+            for piece in self._in_stack(self.numbers[place]).pieces_of_range(first - offset, last - offset):
                 rows = slice(piece.rows.start + first - start, piece.rows.stop + first - start)
                 yield replace(piece, rows=rows)
 

@@ -77,6 +77,7 @@ class Peers:
     layer: tuple[int, ...]  # ranks that share its layers and samples: those of tensor and context parallelism
     data: tuple[int, ...]  # ranks that hold the same shard, one per copy of the weights
     stage: tuple[int, ...]  # all ranks of its pipeline stage
+    experts: tuple[int, ...]  # the ranks that have its shard of a layer's experts between them
 
     @classmethod
     def of(cls, mesh: Mesh, rank: int) -> Peers:
@@ -91,6 +92,7 @@ class Peers:
             layer=tuple(mesh.rank(stage, one, other) for one in sharing for other in slices),
             data=tuple(mesh.rank(stage, each, cut) for each in replicas),
             stage=tuple(mesh.rank(stage, one, other) for one in replicas for other in slices),
+            experts=tuple(mesh.rank(stage, each, cut) for each in mesh.sharing_experts(replica)),
         )
 
 

@@ -15,6 +15,7 @@ from megalite.config.errors import ConfigError
 from megalite.config.rules.adapters import problems_with_adapter
 from megalite.config.rules.context import problems_with_context
 from megalite.config.rules.data import problems_with_data
+from megalite.config.rules.experts import problems_with_experts
 from megalite.config.rules.float8 import problems_with_float8
 from megalite.config.rules.model import problems_with_model
 from megalite.config.rules.optimizer import problems_with_optimizer
@@ -49,6 +50,7 @@ def broken_rules(config: Config, data_parallel_size: int | None, device: Device 
         *_router(config),
         *_layout(config),
         *problems_with_context(config),
+        *problems_with_experts(config, data_parallel_size),
         *problems_with_pipeline(config, data_parallel_size),
         *problems_with_stages(config, lambda in_stage: _of_batch(in_stage, data_parallel_size)),
         *problems_with_performance(config, device),

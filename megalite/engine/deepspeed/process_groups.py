@@ -24,7 +24,7 @@ from megalite.engine.deepspeed.internals import (
     timeout_of,
 )
 from megalite.engine.deepspeed.uncompiled_optimizers import keep_optimizers_uncompiled
-from megalite.parallel.collectives import ContextParallel
+from megalite.parallel.collectives import ContextParallel, RankGroup
 from megalite.parallel.mesh import Mesh
 
 
@@ -52,11 +52,20 @@ class Grid(PipelineParallelGrid):  # type: ignore[misc]
         of_weights = topology.get_axis_comm_lists("data") if cp > 1 else []  # ranks of one are in order of replicas
         self._context_rank = mesh.coordinate(dist.get_rank()).context_rank
         self._context_group = group_among([ranks[at : at + cp] for ranks in of_weights for at in range(0, dp, cp)])
+        ep = mesh.expert_parallel_size
+        of_weights = topology.get_axis_comm_lists("data") if ep > 1 else []
+        self._expert_rank = mesh.coordinate(dist.get_rank()).replica % ep
+        self._experts_group = group_among([ranks[at : at + ep] for ranks in of_weights for at in range(0, dp, ep)])
+        self.same_experts_group = group_among([ranks[at::ep] for ranks in of_weights for at in range(ep)])
 
     def context_parallel(self, layout: ResolvedLayout) -> ContextParallel:
         """Returns the ranks that share this one's sequences."""
         size, kind = layout.context_parallel_size, layout.context_parallel_kind
         return ContextParallel(size, self._context_rank, self._context_group, kind)
+
+    def experts(self, layout: ResolvedLayout) -> RankGroup:
+        """Returns the ranks that have this one's layers' experts between them."""
+        return RankGroup(layout.expert_parallel_size, self._expert_rank, self._experts_group)
 
 
 def group_among(groups: Sequence[Sequence[int]]) -> Any:

@@ -75,7 +75,7 @@ def test_what_is_not_here_is_not_here() -> None:
         ("training.train_iters=5", ["a word of Megatron-LM and GPT-NeoX: here training.steps, or training.tokens"]),
         ("model.num_layers=4", ['did you mean "model.num_hidden_layers"?']),
         ("data.split=[1, 2]", ["here data.held_out_fraction"]),
-        ("expert_parallel_size=2", ["not here yet: experts are cut over tensor ranks"]),
+        ("expert_parallel_size=2", ['did you mean "parallel.expert_parallel_size"?']),
         ("train_batch_size=16", ['did you mean "training.global_batch_size"?']),
         ("gradient_accumulation_steps=16", ["training.global_batch_size"]),
         ("zero_optimization.stage=2", ['did you mean "parallel.zero_stage"?']),

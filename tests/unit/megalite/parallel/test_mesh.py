@@ -22,6 +22,20 @@ def test_rank_and_coordinate_are_inverse(tp: int, pp: int, dp: int, cp: int) -> 
         assert at.replica == at.data_rank * cp + at.context_rank and at.context_rank < cp
 
 
+@given(dp=SIZE, cp=SIZE, data=st.data())
+def test_each_replica_shares_experts_with_its_neighbours_and_holds_the_same_as_others(
+    dp: int, cp: int, data: st.DataObject
+) -> None:
+    ep = data.draw(st.sampled_from([size for size in range(1, dp * cp + 1) if not dp * cp % size]))
+    mesh = Mesh(data_parallel_size=dp, context_parallel_size=cp, expert_parallel_size=ep)
+    for replica in range(dp * cp):
+        sharing, alike = mesh.sharing_experts(replica), mesh.with_experts_of(replica)
+        assert set(sharing) & set(alike) == {replica}
+        assert (len(sharing), len(alike)) == (ep, mesh.copies_of_experts)
+        assert all(mesh.sharing_experts(other) == sharing for other in sharing)
+        assert all(mesh.with_experts_of(other) == alike for other in alike)
+
+
 def test_tensor_parallel_neighbours_are_adjacent_and_stages_furthest_apart() -> None:
     mesh = Mesh(tensor_parallel_size=2, pipeline_parallel_size=2, data_parallel_size=2)
     assert [mesh.rank(0, 0, 1), mesh.rank(0, 1, 0), mesh.rank(1, 0, 0)] == [1, 2, 4]

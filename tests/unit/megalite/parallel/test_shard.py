@@ -66,21 +66,22 @@ def test_a_replicated_parameter_is_whole_on_every_rank(size: int, tp: int) -> No
     sections=st.lists(st.integers(1, 9), min_size=1, max_size=3),
     other=st.integers(1, 7),
     cuts=st.integers(1, 5),
-    stacked=st.sampled_from([None, 1, 3]),
+    stacked=st.sampled_from([(None, 1), (1, 1), (3, 1), (3, 3), (6, 2)]),
 )
 def test_ranges_of_all_ranks_cover_every_global_number_once(
-    tp: int, dim: int | None, sections: list[int], other: int, cuts: int, stacked: int | None
+    tp: int, dim: int | None, sections: list[int], other: int, cuts: int, stacked: tuple[int | None, int]
 ) -> None:
-    """ZeRO cuts what tensor parallelism left, at any number: what all ranks' ranges name is the whole, once, and
-    `of` finds each block's numbers where the local parameter has them."""
+    """ZeRO cuts what other axes left, at any number: what all ranks' ranges name is the whole, once, and `of` finds
+    each block's numbers where the local parameter has them."""
     if dim is None:
         sections = sections[:1]
     along = sum(sections)
     shape = (other, along) if dim == 1 else (along, other)
     named = tuple((f"s{i}" if len(sections) > 1 else "", size) for i, size in enumerate(sections))
     seen: dict[str, np.ndarray] = {}
-    for rank in range(tp if dim is not None else 1):
-        shard = Shard(shape, dim, named, tp, rank, name="a.b.weight", stacked=stacked)
+    count, ep = stacked
+    for rank, dealt in itertools.product(range(tp if dim is not None else 1), range(ep)):
+        shard = Shard(shape, dim, named, tp, rank, "normal", "a.b.weight", count, ep, dealt)
         local = np.full(shard.local_shape, -1)
         for piece in shard.pieces():  # each number is its own address in the global tensor
             whole = np.arange(np.prod(piece.shape)).reshape(piece.shape)
@@ -94,7 +95,7 @@ def test_ranges_of_all_ranks_cover_every_global_number_once(
                 counts[piece.source] += 1
                 addresses = np.arange(counts.size).reshape(counts.shape)
                 assert (block == addresses[piece.source]).all()
-    assert len(seen) == len(sections) * (stacked or 1) and all((counts == 1).all() for counts in seen.values())
+    assert len(seen) == len(sections) * (count or 1) and all((counts == 1).all() for counts in seen.values())
 
 
 def test_a_stack_is_named_and_cut_like_its_tensors_alone() -> None:

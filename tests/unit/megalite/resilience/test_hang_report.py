@@ -408,9 +408,12 @@ def test_any_answer_is_refused_or_explained(value: Any, place: str | int) -> Non
 
 def test_peers_are_the_ranks_that_a_group_of_torch_would_have() -> None:
     peers = Peers.of(PIPELINE, 5)  # stage 1, replica 0, tensor rank 1
-    assert peers == Peers(everyone=tuple(range(8)), tensor=(4, 5), layer=(4, 5), data=(5, 7), stage=(4, 5, 6, 7))
+    assert replace(peers, everyone=NOBODY) == Peers(
+        everyone=NOBODY, tensor=(4, 5), layer=(4, 5), data=(5, 7), stage=(4, 5, 6, 7), experts=(5,)
+    )
     assert replace(Peers.of(PIPELINE, 1), everyone=NOBODY) == Peers(
-        everyone=NOBODY, tensor=(0, 1), layer=(0, 1), data=(1, 3), stage=(0, 1, 2, 3)
+        everyone=NOBODY, tensor=(0, 1), layer=(0, 1), data=(1, 3), stage=(0, 1, 2, 3), experts=(1,)
     )
     sharing = Peers.of(Mesh(2, 1, 2, context_parallel_size=2), 6)  # replica 1, context rank 1, tensor rank 0
     assert (sharing.tensor, sharing.layer, sharing.data) == ((6, 7), (4, 5, 6, 7), (0, 2, 4, 6))
+    assert Peers.of(Mesh(2, 1, 4, expert_parallel_size=2), 6).experts == (4, 6)
