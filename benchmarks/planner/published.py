@@ -13,7 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megalite.config import ModelConfig
+from megalite.config.known_models import known_models
 from megalite.config.sections import Dtype, PipelineSchedule
+from megalite.planner.cost.layer_time import dense_flops, head_flops
 from megalite.planner.cost.stage_parameters import parameters
 from megalite.planner.hardware import Cluster, ClusterFile, cluster_of
 from megalite.planner.workload import ParallelLayout, Recompute, Stack, TrainingWorkload
@@ -49,6 +51,13 @@ FSDP_2023 = Stack(
     stops_recompute_early=False,
     replicas="fully_sharded",
     prefetches_backward=False,
+)
+MEGATRON_MOE = replace(
+    MEGATRON_CORE,
+    name="Megatron-Core 0.14 with experts",
+    attention="cudnn",
+    folds_experts=True,
+    sends_once_per_node=True,
 )
 FSDP_2024 = Stack("torchtitan", replicas="fully_sharded")
 
@@ -256,6 +265,46 @@ def llama_3_405b() -> Iterator[Published]:
             nodes_of(gpus, "H100"),
             seconds,
         )
+
+
+def experts_h100() -> Iterator[Published]:
+    """Mixtures of experts, tokens forced to be balanced. Operations: 6 per parameter that a token meets, and scores
+    below the diagonal. What is exchanged beside another micro-batch's computing is left out: no part of the planner
+    knows it."""
+    for row in read("moe_h100"):
+        if "1F1B" in row["note"]:
+            continue
+        gpus, s, tp, cp, ep, pp, chunks, dp, micro_batch, batch = _ints(
+            row, "gpus", "seq", "TP", "CP", "EP", "PP", "VPP", "DP", "micro_batch", "global_batch"
+        )
+        model = ModelConfig(**known_models()[row["model"]]["model"]).model_copy(update={"max_position_embeddings": s})
+        stack, is_sharded = MEGATRON_MOE, row["sharding"] == "FSDP"
+        if is_sharded:
+            stack = replace(FSDP_2024, attention="cudnn", folds_experts=True, sends_once_per_node=True)
+        if row["dispatcher"] == "A2A":
+            stack = replace(stack, sends_once_per_node=False)
+        recompute: Recompute = "full" if row["recompute"] == "full" else "none"
+        layout = replace(
+            _layout(tp * pp * dp, tp, pp, micro_batch, chunks, recompute, tp > 1),
+            context_parallel_size=cp,
+            expert_parallel_size=ep // tp,
+            zero_stage=3 if is_sharded else 1,
+        )
+        job = TrainingWorkload(model, layout, s, batch, "bf16", stack=stack)
+        seconds = float(row["step_s"] or 0) or _expert_flops(job) / (float(row["tflops_per_gpu"]) * 1e12 * gpus)
+        sizes = [f"tp {tp}", f"cp {cp}", f"ep {ep}", f"pp {pp}"]
+        used = ", ".join(size for size in sizes if not size.endswith(" 1"))
+        name = f"{row['model']}, {gpus} GPUs, {s} tokens, {used}{', FSDP' * is_sharded}"
+        yield Published("Experts", name, job, nodes_of(gpus, "H100"), seconds)
+
+
+def _expert_flops(job: TrainingWorkload) -> float:
+    """Returns the operations of a step, as Megatron-LM counts them."""
+    layers, length = job.model.num_hidden_layers, job.sequence_length
+    one = replace(job, layout=ParallelLayout(), sequence_length=1)
+    weights = sum(dense_flops(one, layer) for layer in range(layers)) + head_flops(one)
+    scores = 2.0 * length * job.model.num_attention_heads * job.model.head_dim * layers
+    return 3 * (weights + scores) * job.tokens_per_step
 
 
 def torchtitan() -> Iterator[Published]:

@@ -25,6 +25,7 @@ from benchmarks.planner.memory_published import bloom, figure_1, figure_7, zero_
 from benchmarks.planner.published import (
     Published,
     bloom_176b,
+    experts_h100,
     held_out_a100,
     llama_3_405b,
     megatron_core_h100,
@@ -202,6 +203,12 @@ def step_times_h100() -> ReportSection:
         "Whether the operations of the row of 131,072 tokens count all scores is not printed: with them it would have "
         "measured 15.3 s.",
         "",
+        "Experts that are dealt over ranks, with tokens forced to be balanced. Nothing is fitted: experts are whole on "
+        "tensor-parallel ranks too, a token goes to a node once (DeepEP), attention is cuDNN's. Not in the model: that "
+        "the rows of long sequences recompute experts, and how much slower products with few rows are.",
+        "",
+        summary([*experts_h100()], h100()),
+        table([*experts_h100()], h100()),
         "Outside the model: torchtitan's H100s have HBM2e and are held to 500 W, and its selective recomputation does "
         "every other product again.",
         "",

@@ -28,7 +28,8 @@ from megalite.units import duration
 
 HARDLY_EVER = 1e-9  # failures per 1,000 node-days, for a rate of 0, which has no mean time between failures
 TRIED, MOST_COUNTED = 5, 100_000  # numbers of GPUs, and the largest
-COMMUNICATION = ("tensor collectives", "context collectives", "between stages", "replicas")  # of `StepTime.parts`
+# of `StepTime.parts`
+COMMUNICATION = ("tensor collectives", "context collectives", "expert collectives", "between stages", "replicas")
 
 
 class NothingFits(LaunchError):

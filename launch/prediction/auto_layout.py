@@ -134,6 +134,7 @@ def format_sizes(config: Config, layout: ResolvedLayout) -> str:
         f"tensor {layout.tensor_parallel_size} x pipeline {layout.pipeline_parallel_size}{schedule} x data "
         f"{layout.data_parallel_size}"
         + (f" x context {layout.context_parallel_size}" if layout.context_parallel_size > 1 else "")
+        + (f", experts over {layout.expert_parallel_size}" if layout.expert_parallel_size > 1 else "")
     )
 
 

@@ -193,7 +193,7 @@ def _as_accelerator(measured: Measured, name: str, cores: int) -> tuple[Accelera
         efficiency=CPU_EFFICIENCY,
         calibrated_on=GUESSED,
         device="cpu",
-        flash_attention=FlashAttention(flash_1=attention, flash_2=attention),
+        flash_attention=FlashAttention(flash_1=attention, flash_2=attention, cudnn=attention),
         launch_us=measured["layer_s"] * 1e6,
         intra_node=f"{name}, between ranks",
         inter_node=NETWORK,

@@ -16,6 +16,7 @@ AUTO = "auto"
 PIPELINE: OptionPath = ("parallel", "pipeline_parallel_size")
 SCHEDULE: OptionPath = ("parallel", "pipeline_schedule")
 CONTEXT: OptionPath = ("parallel", "context_parallel_size")
+EXPERT: OptionPath = ("parallel", "expert_parallel_size")
 WIRE: OptionPath = ("precision", "gradient_reduction_dtype")
 
 PLACEHOLDERS: dict[OptionPath, Any] = {
@@ -23,6 +24,7 @@ PLACEHOLDERS: dict[OptionPath, Any] = {
     PIPELINE: 1,
     SCHEDULE: "1f1b",
     CONTEXT: 1,
+    EXPERT: 1,
     ("parallel", "sequence_parallel"): False,
     ("parallel", "zero_stage"): 1,
     ("training", "micro_batch_size"): 1,

@@ -37,6 +37,7 @@ class FlashAttention(Section):
 
     flash_1: PositiveFloat = 0.325
     flash_2: PositiveFloat = 0.615
+    cudnn: PositiveFloat = 0.615  # cuDNN's kernel, which other stacks use
 
 
 class PublishedSpeed(Section):

@@ -63,6 +63,7 @@ def simplicity(layout: ParallelLayout) -> tuple[Any, ...]:
         layout.pipeline_parallel_size,
         _recomputed(layout),
         layout.zero_stage,
+        layout.expert_parallel_size,
         layout.sequence_parallel,
         layout.micro_batch_size,
     )
@@ -71,7 +72,8 @@ def simplicity(layout: ParallelLayout) -> tuple[Any, ...]:
 def _parts(layout: ParallelLayout) -> tuple[Any, ...]:
     """Returns what makes a layout hard to understand, so that some seconds are worth doing without: sizes beside the
     replicas, the ZeRO stage, and recomputation."""
-    axes = (layout.tensor_parallel_size > 1) + (layout.pipeline_parallel_size > 1)
+    sizes = layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.expert_parallel_size
+    axes = sum(size > 1 for size in sizes)
     return axes, layout.zero_stage, _recomputed(layout)[0]
 
 

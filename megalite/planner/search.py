@@ -10,10 +10,11 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, Literal, Self
 
 from megalite.config import Config, ConfigError, ResolvedLayout, resolve_layout
-from megalite.config.auto import CHOOSABLE, CONTEXT, PIPELINE, PLACEHOLDERS, SCHEDULE
+from megalite.config.auto import CHOOSABLE, CONTEXT, EXPERT, PIPELINE, PLACEHOLDERS, SCHEDULE
 from megalite.config.rules.performance import loses_compiled_blocks
 from megalite.config.suggestions import OptionPath
 from megalite.planner.cost.memory import (
@@ -254,6 +255,7 @@ def options_of(layout: ParallelLayout) -> dict[OptionPath, Any]:
         PIPELINE: layout.pipeline_parallel_size,
         SCHEDULE: layout.pipeline_schedule,
         CONTEXT: layout.context_parallel_size,
+        EXPERT: layout.expert_parallel_size,
         DATA: layout.data_parallel_size,
         SEQUENCE: layout.sequence_parallel,
         ZERO: layout.zero_stage,
@@ -300,20 +302,21 @@ def chains(
     cuts = (False, True) if SEQUENCE in free and tp > 1 else (simplest.parallel.sequence_parallel,)
     size = simplest.training.micro_batch_size
     batches = divisors(simplest.training.global_batch_size // replicas) if MICRO_BATCH in free else (size,)
-    for stage in stages:
-        for cut in cuts:
-            tried = simplest.with_resolved({ZERO: stage, SEQUENCE: cut})
-            try:
-                layout = _checked(tried, ranks, check)
-            except ConfigError:
-                continue
-            legal = []
-            for batch in batches:
-                one = tried.with_resolved({MICRO_BATCH: batch})
-                with suppress(ConfigError):
-                    known = layout if batch == size else _checked(one, ranks, check)
-                    legal.append(TrainingWorkload.of(one, known))
-            yield legal
+    experts = simplest.model.num_experts if EXPERT in free else None
+    dealt = divisors(math.gcd(experts, layout.replicas)) if experts else (simplest.parallel.expert_parallel_size,)
+    for stage, cut, over in product(stages, cuts, dealt):
+        tried = simplest.with_resolved({ZERO: stage, SEQUENCE: cut, EXPERT: over})
+        try:
+            layout = _checked(tried, ranks, check)
+        except ConfigError:
+            continue
+        legal = []
+        for batch in batches:
+            one = tried.with_resolved({MICRO_BATCH: batch})
+            with suppress(ConfigError):
+                known = layout if batch == size else _checked(one, ranks, check)
+                legal.append(TrainingWorkload.of(one, known))
+        yield legal
 
 
 def first_legal(config: Config, ranks: Ranks, check: Check | None = None) -> tuple[Config, ResolvedLayout]:

@@ -34,6 +34,7 @@ class ParallelLayout:
     pipeline_schedule: PipelineSchedule = "1f1b"
     context_parallel_size: int = 1
     context_parallel_kind: ContextParallelKind = "all_gather"
+    expert_parallel_size: int = 1  # replicas that the experts of a layer are dealt over
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -50,6 +51,11 @@ class ParallelLayout:
         return self.data_parallel_size * self.context_parallel_size
 
     @property
+    def expert_replicas(self) -> int:
+        """Copies of an expert."""
+        return self.replicas // self.expert_parallel_size
+
+    @property
     def world_size(self) -> int:
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.replicas
 
@@ -57,6 +63,7 @@ class ParallelLayout:
         """`tp 8 pp 4 dp 2 zb-v ZeRO-2 sequence-parallel full recompute micro-batch 2`, defaults left out."""
         words = [f"tp {self.tensor_parallel_size} pp {self.pipeline_parallel_size} dp {self.data_parallel_size}"]
         words += [f"cp {self.context_parallel_size} {self.context_parallel_kind}"] * (self.context_parallel_size > 1)
+        words += [f"ep {self.expert_parallel_size}"] * (self.expert_parallel_size > 1)
         if self.pipeline_schedule != "1f1b":
             is_choice = self.pipeline_schedule == "interleaved"
             words.append(self.pipeline_schedule + f" {self.pipeline_chunks}" * is_choice)
@@ -73,7 +80,7 @@ def recompute_in_short(recompute: Recompute | Sequence[Recompute]) -> str:
     return recompute if isinstance(recompute, str) else "/".join(recompute)
 
 
-Attention = Literal["materialized", "flash_1", "flash_2"]
+Attention = Literal["materialized", "flash_1", "flash_2", "cudnn"]
 Replicas = Literal["deepspeed", "deepspeed_2022", "all_reduce", "sharded_optimizer", "fully_sharded"]
 
 
@@ -97,6 +104,9 @@ class Stack:
     overlaps_replicas: bool = False
     prefetches_backward: bool = True  # sharded weights of the next layer are gathered while backward computes this one
     waits_for_launches: bool = False  # each kernel is waited for before the next launch (CUDA_LAUNCH_BLOCKING=1)
+    # experts are dealt over tensor-parallel ranks too, which send the tokens of their part of the sequence (Liu 2025)
+    folds_experts: bool = False
+    sends_once_per_node: bool = False  # a token that has several experts there (DeepEP)
     # as megalite/parallel/linear.py: a column-parallel layer sums its input's gradient over the ranks beside the
     # product for its weight's; of a cut sequence it keeps a slice and gathers the whole again beside the other product;
     # selective recomputation is of what norms and activations put out, and of scores where they exist
@@ -200,6 +210,7 @@ class TrainingWorkload:
                 data_parallel_size=layout.data_parallel_size,
                 context_parallel_size=layout.context_parallel_size,
                 context_parallel_kind=layout.context_parallel_kind,
+                expert_parallel_size=layout.expert_parallel_size,
                 zero_stage=layout.zero_stage,
                 sequence_parallel=config.parallel.sequence_parallel,
                 recompute=config.recompute.mode,

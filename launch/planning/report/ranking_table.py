@@ -33,6 +33,7 @@ def ranking_table(candidates: Sequence[LayoutCandidate], limit_bytes: float) -> 
             "PP": str(layout.pipeline_parallel_size),
             "DP": str(layout.data_parallel_size),
             "CP": str(layout.context_parallel_size),
+            "EP": str(layout.expert_parallel_size),
             "ZeRO": str(layout.zero_stage),
             "micro-batch": str(layout.micro_batch_size),
             "recompute": of_stages(layout.recompute_by_stage),

@@ -16,6 +16,7 @@ REMEDIES = {  # part of a step -> what makes it smaller
     MEMORY_BOUND: "norms and activations move more bytes than they compute: sequence_parallel divides some of them",
     "tensor collectives": "a smaller tensor_parallel_size, and one that stays inside a node, would shrink it",
     "context collectives": "a smaller context_parallel_size, or one inside a node, would shrink it",
+    "expert collectives": "a smaller expert_parallel_size, or one inside a node, would shrink it",
     "launches": "a larger micro_batch_size, which gives each kernel more to do, would shrink it",
     "stage imbalance": "fewer stages, or a number of blocks that divides better among them, would shrink it",
     "pipeline bubble": f"{MORE_MICRO_BATCHES} or fewer stages would shrink it",

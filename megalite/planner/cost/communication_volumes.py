@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from megalite.planner.cost.model_states import trained_numbers
+from megalite.planner.cost.model_states import dealt_experts, trained_numbers
 from megalite.planner.cost.muon import gathered_over_replicas, gathered_over_tensor_ranks
 from megalite.planner.cost.stage_parameters import StageShape, embedding_parameters, scores_exist
 from megalite.planner.workload import BYTES, TrainingWorkload
@@ -58,6 +58,8 @@ class Volumes:
     tensor: tuple[Moved, ...]  # per stage, in its tensor-parallel group
     context: tuple[Moved, ...]  # per stage, in its context-parallel group
     data: tuple[Moved, ...]  # per stage, among the copies of its weights
+    experts: tuple[Moved, ...]  # per stage, among the ranks that its experts are dealt over
+    expert_data: tuple[Moved, ...]  # per stage, among the copies of an expert, if they are fewer
     stages: Mapping[tuple[int, int], int]  # from the first stage of a pair to the second: activations and gradients
     tied: Moved  # between the stages that hold a tied embedding and its head, if they are two
 
@@ -71,6 +73,8 @@ class Traffic:
     pipeline: Mapping[tuple[int, int], int]  # per pair of stages: between two ranks of them, both ways together
     tied: int  # between the first and the last stage's rank, both ways together
     context: tuple[int, ...] = ()  # per stage: from each rank to the next one of its context-parallel ring
+    experts: tuple[int, ...] = ()  # per stage: the same of its expert-parallel ring
+    expert_data: tuple[int, ...] = ()  # per stage: the same of the ring of an expert's copies
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,10 @@ def volumes(job: TrainingWorkload, stages: Sequence[StageShape]) -> Volumes:
             lambda alike, those: [count * context_moved(alike, stages[stage]).total for stage in those]
         ),
         data=tuple(data_moved(job, stage) for stage in stages),
+        experts=job.by_stage(
+            lambda alike, those: [count * experts_moved(alike, stages[stage]).total for stage in those]
+        ),
+        expert_data=tuple(expert_data_moved(job, stage) for stage in stages),
         stages=_pipeline(job),
         tied=tied_moved(job),
     )
@@ -109,7 +117,11 @@ def volumes(job: TrainingWorkload, stages: Sequence[StageShape]) -> Volumes:
 
 def traffic(volumes: Volumes, job: TrainingWorkload) -> Traffic:
     """Returns the bytes over each link."""
-    tp, cp, dp = job.layout.tensor_parallel_size, job.layout.context_parallel_size, job.layout.replicas
+    layout = job.layout
+    tp, cp, dp, ep = (
+        *(layout.tensor_parallel_size, layout.context_parallel_size, layout.replicas),
+        layout.expert_parallel_size,
+    )
     between: Counter[tuple[int, int]] = Counter()
     for (source, target), size in volumes.stages.items():
         between[min(source, target), max(source, target)] += size
@@ -117,6 +129,8 @@ def traffic(volumes: Volumes, job: TrainingWorkload) -> Traffic:
         tensor=tuple(moved.per_link(tp) for moved in volumes.tensor),
         context=tuple(moved.per_link(cp) for moved in volumes.context),
         data=tuple(moved.per_link(dp) for moved in volumes.data),
+        experts=tuple(moved.per_link(ep) for moved in volumes.experts),
+        expert_data=tuple(moved.per_link(layout.expert_replicas) for moved in volumes.expert_data),
         pipeline=between,
         tied=volumes.tied.per_link(2),
     )
@@ -150,9 +164,11 @@ def tensor_moved(job: TrainingWorkload, stage: StageShape) -> LayersMoved:
         kept = blocks * job.micro_batch_tokens * features * BYTES[job.dtype]
     loss = 2 * 4 * job.micro_batch_tokens * tp if stage.has_head else 0
     is_again = layout.recompute == "full"
-    again = is_again * blocks * (2 if job.recomputes_the_end else 1) * size
+    regions = 2 * blocks  # parallel ones, but for experts that the tokens of a cut sequence are sent to
+    regions -= job.stack.folds_experts * sum(model.has_experts(layer) for layer in stage.layers)
+    again = is_again * (regions if job.recomputes_the_end else blocks) * size
     # into a parallel region nothing forward and a sum backward, out of it a sum forward and nothing backward
-    into, out_of = (2 * blocks + stage.has_head) * size, (2 * blocks + stage.has_embedding) * size
+    into, out_of = (regions + stage.has_head) * size, (regions + stage.has_embedding) * size
     kept_again = is_again * kept
     linear = sum(1 if model.has_experts(layer) else 2 for layer in stage.layers)  # layers that enter by themselves
     linear *= job.stack.has_own_linear_layers * (not job.trains_adapters) * size  # which have no product to go beside
@@ -160,7 +176,7 @@ def tensor_moved(job: TrainingWorkload, stage: StageShape) -> LayersMoved:
         return LayersMoved(
             forward=Moved(reduce_scatter=out_of, all_gather=into + kept + loss),
             backward=Moved(reduce_scatter=into + kept, all_gather=out_of + linear),
-            again=Moved(reduce_scatter=again, all_gather=is_again * 2 * blocks * size + kept_again),
+            again=Moved(reduce_scatter=again, all_gather=is_again * regions * size + kept_again),
             beside=Moved(reduce_scatter=linear, all_gather=linear),
         )
     return LayersMoved(
@@ -191,7 +207,31 @@ def context_moved(job: TrainingWorkload, stage: StageShape) -> LayersMoved:
     return LayersMoved(there, back, again if is_selective or layout.recompute == "full" else Moved())
 
 
+def experts_moved(job: TrainingWorkload, stage: StageShape) -> LayersMoved:
+    """Lepikhin 2020 (GShard), section 3.2: every token's hidden states go to the ranks of its experts and come back
+    forward, and their gradients backward. What a rank gets is taken to be as much as it sends. Recomputation of the
+    whole block exchanges both again, because the weights of experts' outputs have gradients of them."""
+    layout, model = job.layout, job.model
+    if layout.expert_parallel_size == 1:
+        return LayersMoved(Moved(), Moved(), Moved())
+    layers = sum(model.has_experts(layer) for layer in stage.layers)
+    size = hidden_state_bytes(job) // (layout.tensor_parallel_size if job.stack.folds_experts else 1)
+    there = Moved(all_to_all=2 * layers * model.num_experts_per_tok * size)
+    return LayersMoved(there, there, there if layout.recompute == "full" else Moved())
+
+
 def data_moved(job: TrainingWorkload, stage: StageShape) -> Moved:
+    """Returns the bytes of the weights that all replicas hold; Muon gathers its updates besides."""
+    moved = _copies_moved(job, trained_numbers(job, stage) - dealt_experts(job, stage), job.layout.replicas, stage)
+    return moved + Moved(all_gather=gathered_over_replicas(job, stage))
+
+
+def expert_data_moved(job: TrainingWorkload, stage: StageShape) -> Moved:
+    """Returns the same of experts that are dealt over replicas."""
+    return _copies_moved(job, dealt_experts(job, stage), job.layout.expert_replicas, stage)
+
+
+def _copies_moved(job: TrainingWorkload, trained: int, copies: int, stage: StageShape) -> Moved:
     """Rajbhandari 2020 (ZeRO), section 7: gradients are reduce-scattered and weights gathered once each, and under
     stage 3 weights are gathered before every use. That is stage 1, and stage 2 with a reduce-scatter for every
     micro-batch (engine/reduction).
@@ -200,15 +240,12 @@ def data_moved(job: TrainingWorkload, stage: StageShape) -> Moved:
     a model that has fewer numbers than `stage3_max_reuse_distance`, but not in a pipeline. There each pass hands over
     its own chunk's gradients, with split backward in two parts: more collectives, of the same bytes in sum.
 
-    PyTorch's FSDP (Zhao 2023) gathers them for both, or once, where gradients and optimizer alone are sharded. Muon
-    gathers its updates besides.
+    PyTorch's FSDP (Zhao 2023) gathers them for both, or once, where gradients and optimizer alone are sharded.
     """
-    layout, stack = job.layout, job.stack
-    if layout.replicas == 1:
+    layout, stack, count = job.layout, job.stack, job.micro_batches
+    if copies == 1 or not trained:
         return Moved()
-    trained, count = trained_numbers(job, stage), job.micro_batches
-    weights = trained * BYTES[job.dtype] + gathered_over_replicas(job, stage)
-    gradients = trained * BYTES[job.reduction_dtype]
+    weights, gradients = trained * BYTES[job.dtype], trained * BYTES[job.reduction_dtype]
     if stack.replicas == "all_reduce":
         return Moved(all_reduce=gradients)
     if job.reduces_beside_backward or stack.replicas == "sharded_optimizer":

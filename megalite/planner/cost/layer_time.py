@@ -170,10 +170,13 @@ def _products(job: TrainingWorkload, layer: int, speed: Speed) -> list[LayerTime
         found.append(speed.weights(tokens, gates * features, hidden, size))
         return [*found, speed.weights(tokens, hidden, features, size)]
     assert model.num_experts is not None
-    features, rows = cut(model.moe_intermediate_size, t), tokens * model.num_experts_per_tok / model.num_experts
     found.append(speed.product(tokens, model.num_experts, hidden, size))
-    found.append(speed.product(rows, 2 * features, hidden, size, model.num_experts))
-    return [*found, speed.product(rows, hidden, features, size, model.num_experts)]
+    # of as many fewer experts as many more tokens, where they are dealt over ranks
+    whole, ep = t if job.stack.folds_experts else 1, job.layout.expert_parallel_size
+    features, experts = cut(model.moe_intermediate_size, t // whole), model.num_experts // (ep * whole)
+    rows = tokens * model.num_experts_per_tok * ep / model.num_experts
+    found.append(speed.product(rows, 2 * features, hidden, size, experts))
+    return [*found, speed.product(rows, hidden, features, size, experts)]
 
 
 def _attention(job: TrainingWorkload, layer: int, speed: Speed) -> LayerTime:
@@ -209,7 +212,8 @@ def _elementwise(job: TrainingWorkload, layer: int, speed: Speed) -> LayerTime:
     features = model.intermediate_size
     if model.has_experts(layer):  # rows are copied to their experts and back
         features = model.moe_intermediate_size * model.num_experts_per_tok
-        sums += 4 * size * model.num_experts_per_tok * model.hidden_size
+        copies = 4 if job.layout.expert_parallel_size == 1 else 8  # once more where they arrive
+        sums += copies * size * model.num_experts_per_tok * model.hidden_size
     activation = (3 if model.gated_mlp else 2) * size * features
     heads = model.num_attention_heads + (2 * model.num_key_value_heads if model.rotary_dim(layer) > 0 else 0)
     is_copied = job.stack.attention == "materialized" or model.rotary_dim(layer) > 0

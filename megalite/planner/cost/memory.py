@@ -16,7 +16,14 @@ from typing import Literal
 
 from megalite.config.sections import Dtype
 from megalite.planner.cost.activations import BlockWorkload, chunk_bytes, embedding_bytes
-from megalite.planner.cost.model_states import BUCKET, MOMENTS, deepspeed_states, trained_numbers, with_frozen_weights
+from megalite.planner.cost.model_states import (
+    BUCKET,
+    MOMENTS,
+    deepspeed_states,
+    owned_numbers,
+    trained_numbers,
+    with_frozen_weights,
+)
 from megalite.planner.cost.muon import orthogonalized_numbers
 from megalite.planner.cost.offloading import activations_on_device, optimizer_on_host
 from megalite.planner.cost.stage_parameters import (
@@ -100,7 +107,7 @@ def with_process(one: StageMemory, job: TrainingWorkload, process_bytes: float) 
     """Adds the memory of the process, which counts on a CPU, and the buffer that megalite/checkpoint/saver.py keeps for
     background saves: this rank's share of fp32 weights and moments."""
     shape = stages_of_job(job)[one.stage]
-    numbers = (1 + MOMENTS[job.optimizer]) * trained_numbers(job, shape) / job.layout.replicas
+    numbers = (1 + MOMENTS[job.optimizer]) * owned_numbers(job, shape)
     if job.trains_adapters:
         numbers += shape.parameters / job.layout.replicas
     if job.optimizer == "muon":
@@ -147,21 +154,21 @@ class _StageKind:
 
     def __init__(self, job: TrainingWorkload, blocks: BlockWorkload, shape: StageShape, device: Device) -> None:
         self.job, self.shape, self.device = job, shape, device
-        model, tp = job.model, job.layout.tensor_parallel_size
+        model, tp, ep = job.model, job.layout.tensor_parallel_size, job.layout.expert_parallel_size
         self.size = BYTES[job.dtype]
         has_rows = shape.has_embedding or (shape.has_head and not shape.tied_copy)
-        self.trained = trained_numbers(job, shape)
+        self.trained, self.owned = trained_numbers(job, shape), owned_numbers(job, shape)
         # trained rows of embedding and head, which adapters leave as they are
         self.embedding = embedding_parameters(model, tp) if has_rows and not job.trains_adapters else 0
-        in_blocks = min(self.trained, max(widest_parameter(model, layer, tp) for layer in shape.kinds))
+        in_blocks = min(self.trained, max(widest_parameter(model, layer, tp, ep) for layer in shape.kinds))
         self.largest = largest = max(self.embedding, in_blocks)  # trained parameter
         self.largest_of_blocks = in_blocks / largest
         orthogonalized = orthogonalized_numbers(model, shape, tp) if job.optimizer == "muon" else 0
-        self.states = deepspeed_states(job, self.trained, largest, orthogonalized)
+        self.states = deepspeed_states(job, self.trained, self.owned, largest, orthogonalized)
         if job.trains_adapters:
             self.states = with_frozen_weights(self.states, self.size, shape.parameters)
         if job.offloads_optimizer:
-            on_host = optimizer_on_host(job, self.trained) if device.kind == "cpu" else 0.0
+            on_host = optimizer_on_host(job, self.owned) if device.kind == "cpu" else 0.0
             self.states = replace(self.states, optimizer=on_host)
         self.chunks = [chunk_bytes(blocks, each.first, each.count, device.widens(job.dtype)) for each in shape.chunks]
         self.kept_by_chunk = [chunk.kept for chunk in self.chunks]
@@ -212,7 +219,7 @@ class _StageKind:
     def _on_host(self, in_flight: Sequence[InFlight]) -> float:
         if self.device.kind == "cpu":
             return 0.0
-        optimizer = optimizer_on_host(self.job, self.trained) if self.job.offloads_optimizer else 0.0
+        optimizer = optimizer_on_host(self.job, self.owned) if self.job.offloads_optimizer else 0.0
         offloaded = optimizer + (max(map(self._kept, in_flight)) if self.job.offloads_activations else 0.0)
         # parameters are drawn in fp32 one by one; `defragment` of runtime/zero/utils.py moves ZeRO-3's partitions there
         return max(offloaded, 4.0 * self.largest, self.states.building * (self.job.layout.zero_stage == 3))
@@ -381,11 +388,9 @@ def with_device(parts: Moment, device: Device) -> Moment:
 
 def communicators(job: TrainingWorkload) -> int:
     """Returns the process groups of more than one rank that a rank is in at most (Grid, PipelineGroups, TiedWeight)."""
-    stages, is_cut, shares = (
-        job.layout.pipeline_parallel_size,
-        job.layout.tensor_parallel_size > 1,
-        job.layout.context_parallel_size > 1,
-    )
-    is_odd_ring = job.layout.pipeline_schedule == "interleaved" and stages % 2
+    layout = job.layout
+    stages, is_cut, ep = layout.pipeline_parallel_size, layout.tensor_parallel_size > 1, layout.expert_parallel_size
+    shares = (layout.context_parallel_size > 1) + (ep > 1) + (1 < ep < layout.replicas)
+    is_odd_ring = layout.pipeline_schedule == "interleaved" and stages % 2
     of_pipelines = 1 + is_cut + min(4, 2 * stages - 2) + 2 * is_odd_ring + job.model.tie_word_embeddings
-    return 1 + is_cut + shares + (job.layout.replicas > 1) + (of_pipelines if stages > 1 else 0)
+    return 1 + is_cut + shares + (layout.replicas > 1) + (of_pipelines if stages > 1 else 0)

@@ -26,10 +26,10 @@ def activations_on_device(
     return min(all_bytes, passes * BLOCKS_OF_A_PASS * block_bytes + received_bytes)
 
 
-def optimizer_on_host(job: TrainingWorkload, numbers: float) -> float:
-    """Returns the host's bytes for the optimizer of a rank whose stage has so many numbers: fp32 weights, moments and
+def optimizer_on_host(job: TrainingWorkload, owned: float) -> float:
+    """Returns the host's bytes for the optimizer of a rank that owns so many numbers: fp32 weights, moments and
     gradients."""
-    return 4 * (MOMENTS[job.optimizer] + 2) * numbers / job.layout.replicas
+    return 4 * (MOMENTS[job.optimizer] + 2) * owned
 
 
 def host_link_bytes_per_s(cluster: Cluster) -> float:

@@ -14,14 +14,16 @@ from collections.abc import Sequence
 
 from megalite.planner.cost.communication_time import Ring
 from megalite.planner.cost.communication_volumes import Moved
-from megalite.planner.cost.model_states import trained_numbers
-from megalite.planner.cost.stage_parameters import StageShape, cut, embedding_parameters
+from megalite.planner.cost.model_states import dealt_experts, trained_numbers
+from megalite.planner.cost.stage_parameters import StageShape, embedding_parameters, widest_parameter
 from megalite.planner.workload import BYTES, TrainingWorkload
 from megalite.schedules.simulation import LastGradients
 
+Rings = tuple[Ring, Ring]  # of the copies of a weight, and of an expert that is dealt over some of them
+
 
 def reduction_ends_s(
-    job: TrainingWorkload, shape: StageShape, ring: Ring, last: Sequence[LastGradients], others_s: float
+    job: TrainingWorkload, shape: StageShape, rings: Rings, last: Sequence[LastGradients], others_s: float
 ) -> float:
     """Returns when a stage's last bucket is reduced, in seconds after the end of the last backward of all stages, which
     may be later.
@@ -30,15 +32,19 @@ def reduction_ends_s(
     `others_s` is the time for which other messages use the same links meanwhile.
     """
 
-    def seconds(numbers: float) -> float:
-        return ring.seconds(Moved(reduce_scatter=round(numbers * BYTES[job.reduction_dtype])))
+    def seconds(numbers: float, of_experts: float = 0.0) -> float:
+        size = BYTES[job.reduction_dtype]
+        return sum(
+            ring.seconds(Moved(reduce_scatter=round(part * size)))
+            for ring, part in zip(rings, (numbers - of_experts, of_experts), strict=True)
+        )
 
-    embedding = _embedding(job, shape)
+    embedding, experts = _embedding(job, shape), dealt_experts(job, shape)
     end_s = -math.inf
     for blocks, (begin_s, gradients_end_s) in zip(reversed(shape.chunks), reversed(last), strict=True):
         numbers = (trained_numbers(job, shape) - embedding) * blocks.count / shape.blocks
-        buckets = math.ceil(numbers / _largest_bucket(job))
-        each_s = seconds(numbers / buckets)
+        buckets = math.ceil(numbers / _largest_bucket(job, shape))
+        each_s = seconds(numbers / buckets, experts * blocks.count / shape.blocks / buckets)
         first_s = begin_s + (gradients_end_s - begin_s) / buckets
         # the links are busy from the bucket before or from the first one on, or the last one finds them free
         end_s = max(max(end_s, first_s) + buckets * each_s + others_s, gradients_end_s + each_s)
@@ -46,12 +52,15 @@ def reduction_ends_s(
     return max(end_s, last[0].end_s) + seconds(embedding)
 
 
-def gathers_wait_s(job: TrainingWorkload, shape: StageShape, ring: Ring, forward_s: float) -> float:
+def gathers_wait_s(job: TrainingWorkload, shape: StageShape, rings: Rings, forward_s: float) -> float:
     """Returns how long a stage's first forward waits for new weights: for the first bucket, which holds the embedding
     where there is one, and for what takes longer to gather than a forward."""
     numbers = trained_numbers(job, shape)
-    all_s = ring.seconds(Moved(all_gather=numbers * BYTES[job.dtype]))
-    return max(all_s * min(1.0, max(_embedding(job, shape), _largest_bucket(job)) / max(1, numbers)), all_s - forward_s)
+    parts = numbers - (experts := dealt_experts(job, shape)), experts
+    size = BYTES[job.dtype]
+    all_s = sum(ring.seconds(Moved(all_gather=part * size)) for ring, part in zip(rings, parts, strict=True))
+    first = max(_embedding(job, shape), _largest_bucket(job, shape)) / max(1, numbers)
+    return max(all_s * min(1.0, first), all_s - forward_s)
 
 
 def _embedding(job: TrainingWorkload, shape: StageShape) -> int:
@@ -60,7 +69,7 @@ def _embedding(job: TrainingWorkload, shape: StageShape) -> int:
     return embedding_parameters(job.model, job.layout.tensor_parallel_size) if is_trained else 0
 
 
-def _largest_bucket(job: TrainingWorkload) -> float:
+def _largest_bucket(job: TrainingWorkload, shape: StageShape) -> float:
     """Returns the numbers of a block's largest bucket; a parameter with more than a bucket takes has one of its own."""
-    matrix = cut(job.model.intermediate_size, job.layout.tensor_parallel_size) * job.model.hidden_size
-    return max(job.gradient_bucket_size, matrix * (1 + job.model.gated_mlp))
+    sizes = job.layout.tensor_parallel_size, job.layout.expert_parallel_size
+    return max(job.gradient_bucket_size, *(widest_parameter(job.model, layer, *sizes) for layer in shape.layers))

@@ -31,6 +31,7 @@ class StageShape:
     """Layers that one tensor-parallel rank of a pipeline stage holds."""
 
     parameters: int  # numbers, before ZeRO cuts them, padding included
+    experts: int  # those of them that belong to experts, of which fewer replicas may hold the same
     chunks: tuple[ChunkBlocks, ...]  # in their order in the model
     has_embedding: bool
     has_head: bool
@@ -55,33 +56,37 @@ def stage_shapes(
     pipeline_parallel_size: int,
     schedule: PipelineSchedule = "1f1b",
     chunks: int = 1,
+    expert_parallel_size: int = 1,
 ) -> tuple[StageShape, ...]:
     """Returns the shape of each stage, in order. Raises ValueError if there are fewer blocks than chunks."""
     where = placement(Schedule(schedule), pipeline_parallel_size, chunks)
-    return _shapes(model, tensor_parallel_size, block_bounds(model, len(where)), where)
+    return _shapes(model, tensor_parallel_size, expert_parallel_size, block_bounds(model, len(where)), where)
 
 
 @lru_cache(maxsize=4096)
 def even_stage_shapes(
-    model: ModelConfig, tensor_parallel_size: int, pipeline_parallel_size: int
+    model: ModelConfig, tensor_parallel_size: int, pipeline_parallel_size: int, expert_parallel_size: int = 1
 ) -> tuple[StageShape, ...]:
     """Returns the shapes of stages with equally many blocks, as other stacks divide them. A tied head is a parameter of
     the last stage too."""
     blocks, pp = model.num_hidden_layers, pipeline_parallel_size
     bounds = tuple(-(-blocks * stage // pp) for stage in range(pp + 1))
-    shapes = _shapes(model, tensor_parallel_size, bounds, range(pp))
+    shapes = _shapes(model, tensor_parallel_size, expert_parallel_size, bounds, range(pp))
     return tuple(replace(shape, parameters=shape.parameters + shape.tied_copy) for shape in shapes)
 
 
-def _shapes(model: ModelConfig, tp: int, bounds: Sequence[int], where: Sequence[int]) -> tuple[StageShape, ...]:
+def _shapes(
+    model: ModelConfig, tp: int, ep: int, bounds: Sequence[int], where: Sequence[int]
+) -> tuple[StageShape, ...]:
     """Returns the shapes of the stages that hold the chunks between `bounds`."""
     shapes: list[StageShape] = []
     kinds, first = block_kinds(model), dict[object, int]()
     for stage, positions in enumerate(positions_by_stage(where)):
         chunks = tuple(ChunkBlocks(bounds[at], bounds[at + 1] - bounds[at]) for at in positions)
         is_first, is_last, tied_copy = stage == where[0], stage == where[-1], 0
-        shape = StageShape(0, chunks, is_first, is_last)
-        numbers = sum(block_parameters(model, layer, tp) for layer in shape.layers)
+        shape = StageShape(0, 0, chunks, is_first, is_last)
+        experts = sum(expert_parameters(model, layer, tp) for layer in shape.layers)
+        numbers = sum(block_parameters(model, layer, tp) for layer in shape.layers) - experts + experts // ep
         if is_first:
             numbers += embedding_parameters(model, tp)
             if model.position_embedding == "learned":
@@ -95,7 +100,8 @@ def _shapes(model: ModelConfig, tp: int, bounds: Sequence[int], where: Sequence[
         in_chunks = tuple(kinds[chunk.first : chunk.first + chunk.count] for chunk in chunks)
         like = first.setdefault((numbers, in_chunks, is_first, is_last, tied_copy), stage)
         count = Counter(kinds[layer] for layer in shape.layers)
-        shapes.append(replace(shape, parameters=numbers, tied_copy=tied_copy, kinds=count, like=like))
+        numbered = replace(shape, parameters=numbers, experts=experts // ep, tied_copy=tied_copy)
+        shapes.append(replace(numbered, kinds=count, like=like))
     return tuple(shapes)
 
 
@@ -123,16 +129,16 @@ def block_kinds(model: ModelConfig) -> tuple[int, ...]:
 def stages_of_job(job: TrainingWorkload) -> tuple[StageShape, ...]:
     """Returns the stages of a job, as its software stack divides the model."""
     layout = job.layout
-    tp, pp = layout.tensor_parallel_size, layout.pipeline_parallel_size
+    tp, pp, ep = layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.expert_parallel_size
     if not job.stack.balances_stages:
-        return even_stage_shapes(job.model, tp, pp)
-    return stage_shapes(job.model, tp, pp, layout.pipeline_schedule, layout.pipeline_chunks)
+        return even_stage_shapes(job.model, tp, pp, ep)
+    return stage_shapes(job.model, tp, pp, layout.pipeline_schedule, layout.pipeline_chunks, ep)
 
 
 def stages_of(config: Config, layout: ResolvedLayout) -> tuple[StageShape, ...]:
     """Returns the stages of a run."""
-    tp, pp = layout.tensor_parallel_size, layout.pipeline_parallel_size
-    return stage_shapes(config.model, tp, pp, layout.pipeline_schedule, layout.pipeline_chunks)
+    tp, pp, ep = layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.expert_parallel_size
+    return stage_shapes(config.model, tp, pp, layout.pipeline_schedule, layout.pipeline_chunks, ep)
 
 
 def recompute_of_blocks(config: Config, layout: ResolvedLayout) -> tuple[Recompute, ...]:
@@ -177,18 +183,25 @@ def feed_forward_parameters(model: ModelConfig, layer: int, tp: int) -> int:
     hidden = model.hidden_size
     if model.has_experts(layer):
         assert model.num_experts is not None
-        return model.num_experts * (hidden + 3 * cut(model.moe_intermediate_size, tp) * hidden)
+        return model.num_experts * hidden + expert_parameters(model, layer, tp)
     features, matrices = cut(model.intermediate_size, tp), 3 if model.gated_mlp else 2
     biases = features * (matrices - 1) + hidden if model.mlp_bias else 0
     return matrices * features * hidden + biases
 
 
-def widest_parameter(model: ModelConfig, layer: int, tp: int) -> int:
+def expert_parameters(model: ModelConfig, layer: int, tp: int) -> int:
+    """Returns the parameters of one rank's features of all experts of a block."""
+    if not model.has_experts(layer):
+        return 0
+    assert model.num_experts is not None
+    return model.num_experts * 3 * cut(model.moe_intermediate_size, tp) * model.hidden_size
+
+
+def widest_parameter(model: ModelConfig, layer: int, tp: int, ep: int = 1) -> int:
     """Returns the numbers of a block's largest parameter: the feed-forward layer's first projections, of all experts
-    together."""
+    of a rank together."""
     if model.has_experts(layer):
-        assert model.num_experts is not None
-        return model.num_experts * 2 * cut(model.moe_intermediate_size, tp) * model.hidden_size
+        return expert_parameters(model, layer, tp) * 2 // 3 // ep
     return cut(model.intermediate_size, tp) * model.hidden_size * (1 + model.gated_mlp)
 
 

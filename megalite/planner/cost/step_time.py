@@ -13,11 +13,21 @@ from dataclasses import dataclass, replace
 from megalite.config import ModelConfig
 from megalite.config.rules.pipeline import SPLITS_BACKWARD
 from megalite.planner.cost.activations import BlockWorkload, chunk_bytes
-from megalite.planner.cost.communication_time import boundary_s, context_ring, data_ring, end_ring, tensor_ring
+from megalite.planner.cost.communication_time import (
+    boundary_s,
+    context_ring,
+    data_ring,
+    end_ring,
+    expert_data_ring,
+    expert_ring,
+    tensor_ring,
+)
 from megalite.planner.cost.communication_volumes import (
     Moved,
     context_moved,
     data_moved,
+    expert_data_moved,
+    experts_moved,
     hidden_state_bytes,
     tensor_moved,
     tied_moved,
@@ -33,7 +43,7 @@ from megalite.planner.cost.layer_time import (
     products_of_backward,
     score_flops,
 )
-from megalite.planner.cost.model_states import trained_numbers
+from megalite.planner.cost.model_states import dealt_experts, owned_numbers, trained_numbers
 from megalite.planner.cost.muon import gathered_over_replicas, gathered_over_tensor_ranks, orthogonalizing_flops
 from megalite.planner.cost.offloading import exposed_copies_s, host_update_s
 from megalite.planner.cost.overlapped_reduction import gathers_wait_s, reduction_ends_s
@@ -65,6 +75,7 @@ class StageTime(Additive):
     work: LayerTime  # forward, backward and recomputation together, by what bounds it
     tensor_s: float  # that communication in the tensor-parallel group adds
     context_s: float  # the exposed part of attention's communication between ranks that share sequences
+    experts_s: float  # that exchanging tokens between ranks with other experts adds
     tensor_links_s: float  # that it uses the links for, whether or not computation goes on meanwhile
     launch_s: float
     weight_gradient_s: float  # the part of backward that a schedule may postpone: products of the blocks' weights
@@ -106,7 +117,7 @@ def step_time(job: TrainingWorkload, cluster: Cluster) -> StepTime:
     count, between = job.micro_batches, _between_s(job, cluster)
     bubble_s, messages_s = _pipeline_s(job, mean, between)
     largest = max(shapes, key=lambda shape: shape.parameters)
-    owned = trained_numbers(job, largest) / (1 if job.stack.replicas == "all_reduce" else layout.replicas)
+    owned = trained_numbers(job, largest) if job.stack.replicas == "all_reduce" else owned_numbers(job, largest)
     if job.reduces_beside_backward and cluster.accelerator.device != "cpu":  # whose cores compute and communicate
         exposed = _beside_backward_s(job, cluster, shapes, mean, between)
     else:
@@ -117,6 +128,7 @@ def step_time(job: TrainingWorkload, cluster: Cluster) -> StepTime:
         "memory-bound": count * mean.work.memory_s,
         "tensor collectives": count * mean.tensor_s,
         "context collectives": count * mean.context_s,
+        "expert collectives": count * mean.experts_s,
         "launches": count * mean.launch_s,
         "stage imbalance": count * (slowest - mean.seconds),
         "pipeline bubble": _idle(layout.pipeline_parallel_size, cluster) * bubble_s,
@@ -144,7 +156,7 @@ def step_time(job: TrainingWorkload, cluster: Cluster) -> StepTime:
         # forward and what backward has for it, of all micro-batches and replicas
         model_flops=(1.0 + products_of_backward(job)) * (forward_flops * count * layout.replicas),
         peak_flops=None if cluster.accelerator.device == "cpu" else cluster.peak_flops(job.dtype) * layout.world_size,
-        hidden_s=max(0.0, data_ring(layout, cluster).seconds(data_moved(job, largest)) - exposed),
+        hidden_s=max(0.0, _copies_s(job, cluster, largest) - exposed),
     )
 
 
@@ -229,8 +241,12 @@ def _stage(
         back -= 0.0 if job.layout.schedule in SPLITS_BACKWARD else min(ring.seconds(sums, kinds), product_s)
     shared, around = context_moved(job, shape), context_ring(job.layout, cluster)
     context = [around.seconds(each, shape.blocks) for each in (shared.forward, shared.backward, shared.again)]
-    forward, backward = passes.forward.seconds + there + context[0], passes.backward.seconds + back + context[1]
-    recomputed = passes.again.seconds + again + context[2]
+    dealt, among = experts_moved(job, shape), expert_ring(job, cluster)
+    calls = 2 * sum(job.model.has_experts(kind) * count for kind, count in shape.kinds.items())
+    experts = [among.seconds(each, calls) for each in (dealt.forward, dealt.backward, dealt.again)]
+    forward = passes.forward.seconds + there + context[0] + experts[0]
+    backward = passes.backward.seconds + back + context[1] + experts[1]
+    recomputed = passes.again.seconds + again + context[2] + experts[2]
     is_deepspeeds = job.stack.replicas == "deepspeed" and not job.reduces_beside_backward
     host = ZERO_3_HOST_WORK if is_deepspeeds else 1.0
     loops = cluster.accelerator.device == "cpu" or job.dtype != "bf16"  # over experts
@@ -247,6 +263,7 @@ def _stage(
         work=passes.forward + passes.backward + passes.again,
         tensor_s=there + back + again,
         context_s=sum(context),
+        experts_s=sum(experts),
         tensor_links_s=links_s,
         launch_s=sum(launch_s),
         weight_gradient_s=of_blocks.backward.matrix_s * (1.0 - 1.0 / products_of_backward(job)),
@@ -275,17 +292,31 @@ def _between_s(job: TrainingWorkload, cluster: Cluster) -> float:
 
 def _replicas_s(job: TrainingWorkload, cluster: Cluster, largest: StageShape, stage: StageTime) -> float:
     """Returns the seconds that communication between replicas adds: all of it, or the part that is not overlapped."""
-    ring = data_ring(job.layout, cluster)
-    if ring.ranks == 1:
+    if job.layout.replicas == 1:
         return 0.0
-    moved = data_moved(job, largest)
     if job.layout.zero_stage == 3 or job.stack.replicas == "fully_sharded":
-        return job.micro_batches * _exposed_when_sharded_s(job, moved, largest, stage, cluster)
-    gathering = ring.seconds(Moved(all_gather=moved.all_gather))
-    reducing = ring.seconds(replace(moved, all_gather=0), job.reductions)
+        return job.micro_batches * _exposed_when_sharded_s(job, largest, stage, cluster)
+    gathering = _copies_s(job, cluster, largest, "all_gather")
+    reducing = _copies_s(job, cluster, largest, "all_reduce", "reduce_scatter", collectives=job.reductions)
     if job.stack.overlaps_replicas:
         return _late(reducing, stage.backward_s, largest.blocks) + _late(gathering, stage.forward_s, largest.blocks)
     return reducing + gathering
+
+
+def _copies_s(
+    job: TrainingWorkload, cluster: Cluster, shape: StageShape, *kinds: str, collectives: int = 1, parts: int = 1
+) -> float:
+    """Returns the seconds of communication between the copies of a stage's weights and of its dealt experts: of some
+    kinds of collectives or all, of one of so many equal parts of a step."""
+    total = 0.0
+    for ring, moved in (
+        (data_ring(job.layout, cluster), data_moved(job, shape)),
+        (expert_data_ring(job.layout, cluster), expert_data_moved(job, shape)),
+    ):
+        each = vars(moved).items()
+        of_kinds = {kind: size // parts for kind, size in each if kind in kinds or not kinds}
+        total += ring.seconds(Moved(**of_kinds), collectives)
+    return total
 
 
 def _beside_backward_s(
@@ -293,7 +324,8 @@ def _beside_backward_s(
 ) -> float:
     """Returns the seconds that replicas add where gradients are reduced beside backward: until the last stage has
     reduced its own, and for new weights of which the next forward has to wait (engine/reduction/weight_gathers.py)."""
-    layout, ring = job.layout, data_ring(job.layout, cluster)
+    layout = job.layout
+    ring, _ = rings = data_ring(layout, cluster), expert_data_ring(layout, cluster)
     if ring.ranks == 1:
         return 0.0
     v = layout.pipeline_chunks
@@ -303,16 +335,16 @@ def _beside_backward_s(
     ends_s = []
     for shape, passes in zip(shapes, last_gradients(layout.schedule, times, job.micro_batches, v), strict=True):
         last = [LastGradients(unit * begin, unit * end) for begin, end in passes]
-        ends_s.append(reduction_ends_s(job, shape, ring, last, others_s))
+        ends_s.append(reduction_ends_s(job, shape, rings, last, others_s))
     kinds = {shape.like: shape for shape in shapes}.values()
     waited_s = max(
-        gathers_wait_s(job, shape, ring, mean.forward_s)
+        gathers_wait_s(job, shape, rings, mean.forward_s)
         + ring.seconds(Moved(all_gather=gathered_over_replicas(job, shape)))  # Muon's, in the optimizer
         for shape in kinds
     )
     # earlier rounds of ZeRO-2 are beside the backward of the micro-batch behind them
-    moved = max(data_moved(job, shape).reduce_scatter for shape in kinds) // job.reductions
-    late_s = (job.reductions - 1) * max(0.0, ring.seconds(Moved(reduce_scatter=moved)) - mean.backward_s)
+    round_s = max(_copies_s(job, cluster, shape, "reduce_scatter", parts=job.reductions) for shape in kinds)
+    late_s = (job.reductions - 1) * max(0.0, round_s - mean.backward_s)
     return max(0.0, *ends_s) + late_s + waited_s
 
 
@@ -322,20 +354,19 @@ def _late(communication_s: float, computation_s: float, blocks: int) -> float:
     return max(communication_s / (blocks + 1), communication_s - computation_s)
 
 
-def _exposed_when_sharded_s(
-    job: TrainingWorkload, moved: Moved, shape: StageShape, stage: StageTime, cluster: Cluster
-) -> float:
+def _exposed_when_sharded_s(job: TrainingWorkload, shape: StageShape, stage: StageTime, cluster: Cluster) -> float:
     """Returns the exposed seconds of one micro-batch. Weights of a layer are gathered while the one before is
     computed, and gradients are scattered while the next one's are (Rajbhandari 2020; Zhao 2023, section 3.3): the
     first gather and the last scatter of a pass have nothing to hide behind, nor what takes longer than computing."""
-    ring, count = data_ring(job.layout, cluster), job.micro_batches
-    gathered = ring.seconds(Moved(all_gather=moved.all_gather // count), shape.blocks)
-    scattered = ring.seconds(Moved(reduce_scatter=moved.reduce_scatter // count), shape.blocks)
+    count, blocks = job.micro_batches, shape.blocks
+    gathered = _copies_s(job, cluster, shape, "all_gather", collectives=blocks, parts=count)
+    scattered = _copies_s(job, cluster, shape, "reduce_scatter", collectives=blocks, parts=count)
     # gloo's threads take the cores that compute, and in a pipeline ZeRO-3 cannot foresee which weights come next
     if cluster.accelerator.device == "cpu" or job.layout.pipeline_parallel_size > 1:
         return gathered + scattered
-    uses = round(moved.all_gather / count / (shape.parameters * BYTES[job.dtype]))
+    whole = (shape.parameters - dealt_experts(job, shape)) * BYTES[job.dtype]
+    uses = round(data_moved(job, shape).all_gather / count / whole)
     forward, again = gathered / uses, gathered / 2 if uses == 2 else 0.0
     waited = 0.0 if job.stack.prefetches_backward else again
     backward = again - waited + scattered
-    return waited + _late(forward, stage.forward_s, shape.blocks) + _late(backward, stage.backward_s, shape.blocks)
+    return waited + _late(forward, stage.forward_s, blocks) + _late(backward, stage.backward_s, blocks)

@@ -108,9 +108,9 @@ def _groups(nodes: Sequence[Node]) -> Iterator[list[int]]:
 
 
 def _links(mesh: Mesh, traffic: Traffic) -> Iterator[tuple[int, int, int]]:
-    """Yields (rank, rank, bytes): rings of tensor- and context-parallel groups and of the copies of a weight in rank
-    order, stages that exchange activations, tied weights."""
-    cp = mesh.context_parallel_size
+    """Yields (rank, rank, bytes): rings of tensor-, context- and expert-parallel groups and of the copies of a
+    weight in rank order, stages that exchange activations, tied weights."""
+    cp, ep = mesh.context_parallel_size, mesh.expert_parallel_size
     tp, pp, dp = mesh.tensor_parallel_size, mesh.pipeline_parallel_size, mesh.replicas
     for stage in range(pp):
         for replica in range(dp):
@@ -121,6 +121,10 @@ def _links(mesh: Mesh, traffic: Traffic) -> Iterator[tuple[int, int, int]]:
                 if cp > 1:
                     neighbour = replica - replica % cp + (replica + 1) % cp
                     yield rank, mesh.rank(stage, neighbour, cut), traffic.context[stage]
+                if ep > 1:
+                    neighbour = replica - replica % ep + (replica + 1) % ep
+                    yield rank, mesh.rank(stage, neighbour, cut), traffic.experts[stage]
+                    yield rank, mesh.rank(stage, (replica + ep) % dp, cut), traffic.expert_data[stage]
                 if dp > 1:
                     yield rank, mesh.rank(stage, (replica + 1) % dp, cut), traffic.data[stage]
     for replica in range(dp):

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from benchmarks.planner.published import nodes_of
 from megalite.config import Config, ConfigError, ResolvedLayout, resolve_layout
-from megalite.config.auto import AUTO, CHOOSABLE, CONTEXT
+from megalite.config.auto import AUTO, CHOOSABLE, CONTEXT, PLACEHOLDERS
+from megalite.config.known_models import run_of
 from megalite.config.suggestions import OptionPath, dotted
 from megalite.planner import search as module
 from megalite.planner.cost.memory import CPU, Device, memory_of
@@ -422,6 +423,14 @@ def test_ranks_share_sequences_only_where_nothing_else_fits_and_as_few_as_suffic
     fewer = search(config.with_resolved(longer | {CONTEXT: size // 2}), h100(8), free=CHOOSABLE - {CONTEXT})
     assert fewer.best is None or fewer.best.layout.tensor_parallel_size > 8, "tensor parallelism inside a node"
     assert found.best.options[CONTEXT] == size
+
+
+def test_experts_are_dealt_where_their_copies_do_not_fit() -> None:
+    """Of 30B with 128 experts 16-bit weights and their sums alone need more than an accelerator of 80 GiB has."""
+    config = Config.model_validate(run_of("qwen3-30b-a3b") or {})
+    config = config.with_resolved({path: PLACEHOLDERS[path] for path in config.unresolved_options})
+    best = search(config, h100(2), free=CHOOSABLE - {TENSOR, module.PIPELINE, module.ZERO}).best
+    assert best is not None and best.layout.expert_parallel_size > 1
 
 
 def test_the_longest_context_is_not_that_of_a_batch_that_replicas_cannot_share() -> None:

@@ -141,9 +141,8 @@ def test_ours_cuts_states_with_more_zero(job: TrainingWorkload) -> None:
     """Weights, gradients and optimizer; ZeRO-3 has an fp32 copy of fp32 weights too."""
     shapes = stage_shapes(job.model, job.layout.tensor_parallel_size, job.layout.pipeline_parallel_size)
     for shape in shapes:
-        one, two, three = (
-            deepspeed_states(_with(job, zero_stage=zero), shape.parameters, shape.parameters / 4) for zero in (1, 2, 3)
-        )
+        numbers = shape.parameters, shape.parameters / job.layout.replicas, shape.parameters / 4
+        one, two, three = (deepspeed_states(_with(job, zero_stage=zero), *numbers) for zero in (1, 2, 3))
         copy = three.weights if job.dtype == "fp32" else 0.0
         assert total(two) <= total(one)
         assert total(three) <= total(two) + copy
@@ -159,8 +158,8 @@ def test_more_zero_adds_buffers_at_most(job: TrainingWorkload) -> None:
     shapes = stage_shapes(job.model, job.layout.tensor_parallel_size, job.layout.pipeline_parallel_size)
     size = 4 if job.dtype == "fp32" else 2
     for one, two, three, shape in zip(*stages, shapes, strict=True):
-        of_two = deepspeed_states(_with(job, zero_stage=2), shape.parameters, shape.parameters)
-        of_three = deepspeed_states(_with(job, zero_stage=3), shape.parameters, shape.parameters)
+        numbers = shape.parameters, shape.parameters / job.layout.replicas, shape.parameters
+        of_two, of_three = (deepspeed_states(_with(job, zero_stage=zero), *numbers) for zero in (2, 3))
         copy = of_three.weights if job.dtype == "fp32" else 0.0
         assert two.total <= one.total + of_two.own_gradients + 2 * size * BUCKET + 1
         assert three.total <= two.total + of_three.gathered + of_three.gradients + copy + 2 * size * BUCKET + 1

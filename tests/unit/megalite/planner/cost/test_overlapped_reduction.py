@@ -24,6 +24,7 @@ JOB = TrainingWorkload(
     64,
     gradient_bucket_size=5_000_000,
 )
+NONE = Ring(1, 1.0, 0.0)  # of experts that no replica holds alone
 LAST = (LastGradients(-1.0, -0.4), LastGradients(-2.1, -1.5), LastGradients(-3.2, -2.6))  # of a stage's three chunks
 
 
@@ -40,7 +41,7 @@ def test_buckets_are_reduced_one_after_the_other(bytes_per_s: float) -> None:
         for number in range(buckets):
             ready_s = begin_s + (number + 1) / buckets * (end_s - begin_s)
             free_s = max(free_s, ready_s) + 3 / 4 * 4 * numbers / buckets / bytes_per_s
-    assert reduction_ends_s(JOB, shape, ring, LAST, 0.0) == pytest.approx(free_s, rel=1e-6)
+    assert reduction_ends_s(JOB, shape, (ring, NONE), LAST, 0.0) == pytest.approx(free_s, rel=1e-6)
 
 
 def test_the_first_stage_reduces_its_embedding_last() -> None:
@@ -48,12 +49,12 @@ def test_the_first_stage_reduces_its_embedding_last() -> None:
     job = replace(JOB, model=model)
     shape, ring = stages_of_job(job)[0], Ring(4, 1e12, 0.0)
     embedding_s = 3 / 4 * 4 * 51200 * 1024 / 1e12
-    assert reduction_ends_s(job, shape, ring, LAST, 0.0) == pytest.approx(-0.4 + embedding_s, abs=1e-4)
+    assert reduction_ends_s(job, shape, (ring, NONE), LAST, 0.0) == pytest.approx(-0.4 + embedding_s, abs=1e-4)
 
 
 def test_what_else_uses_the_links_comes_on_top() -> None:
     shape, ring = stages_of_job(JOB)[1], Ring(4, 1e7, 0.0)
-    alone, shared = (reduction_ends_s(JOB, shape, ring, LAST, others_s) for others_s in (0.0, 0.5))
+    alone, shared = (reduction_ends_s(JOB, shape, (ring, NONE), LAST, others_s) for others_s in (0.0, 0.5))
     assert shared - alone == pytest.approx(3 * 0.5)
 
 
@@ -80,8 +81,19 @@ def test_forward_waits_for_its_first_bucket_and_for_what_it_does_not_hide(forwar
     for stage, first in enumerate((51200 * 1024, 5_000_000)):
         shape = stages_of_job(replace(JOB, model=model))[stage]
         all_s, first_s = (3 / 4 * BYTES[JOB.dtype] * numbers / 1e9 for numbers in (shape.parameters, first))
-        found_s = gathers_wait_s(replace(JOB, model=model), shape, ring, forward_s)
+        found_s = gathers_wait_s(replace(JOB, model=model), shape, (ring, NONE), forward_s)
         assert found_s == pytest.approx(max(first_s, all_s - forward_s)) and found_s >= first_s
+
+
+def test_dealt_experts_are_reduced_among_their_own_copies() -> None:
+    """Would catch experts that are reduced over all replicas, or left out. One bucket holds all of a chunk."""
+    model = JOB.model.model_copy(update={"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512})
+    job = replace(JOB, model=model, gradient_bucket_size=10**9)
+    job = replace(job, layout=replace(job.layout, expert_parallel_size=2))
+    shape, rings = stages_of_job(job)[1], (Ring(4, 1e9, 0.0), Ring(2, 2e9, 0.0))
+    assert shape.experts == 12 * 4 * 3 * 512 * 1024
+    each_s = 4 * ((shape.parameters - shape.experts) * 3 / 4 / 1e9 + shape.experts / 2 / 2e9) / 3
+    assert reduction_ends_s(job, shape, rings, LAST, 0.0) == pytest.approx(LAST[0].end_s + each_s)
 
 
 @pytest.mark.parametrize("stages", [2, 5])

@@ -22,7 +22,7 @@ from benchmarks.planner.published import (
 )
 from megalite.config import ModelConfig
 from megalite.config.sections import Dtype
-from megalite.planner.cost.communication_time import boundary_s, data_ring, tensor_ring
+from megalite.planner.cost.communication_time import boundary_s, data_ring, expert_ring, tensor_ring
 from megalite.planner.cost.communication_volumes import Moved, data_moved, hidden_state_bytes
 from megalite.planner.cost.layer_time import Speed, block_work, dense_flops, head_flops, score_flops
 from megalite.planner.cost.stage_parameters import parameters, stage_shapes
@@ -187,6 +187,32 @@ def test_rings_leave_the_node_through_all_adapters_of_their_members() -> None:
     assert data_ring(ParallelLayout(4, 1, 16), nodes_of(64, "A100-80GB", adapters=4)).bytes_per_s == pytest.approx(
         2 * 25e9 * 0.8 / 2
     )
+
+
+def test_an_all_to_all_leaves_the_node_through_one_adapter_a_rank() -> None:
+    """What a rank sends to other nodes goes through its own adapter, where a ring has those of all its members."""
+    cluster, moved = nodes_of(64, "A100-80GB"), Moved(all_to_all=10**9)
+    inside, outside = 300e9 * 0.75, 25e9 * 0.8
+    assert expert_ring(_dealt(8), cluster).seconds(moved) == pytest.approx(7 / 8 * 1e9 / inside + 7 * 5e-6)
+    latency_s = 15 * cluster.inter_node.latency_us * 1e-6
+    assert expert_ring(_dealt(16), cluster).seconds(moved) == pytest.approx(8 / 16 * 1e9 / outside + latency_s)
+    # of two experts among those of two nodes, one of the other node is met by three tokens of four, not by all
+    once = replace(_dealt(16), stack=replace(_dealt(16).stack, sends_once_per_node=True))
+    assert expert_ring(once, cluster).seconds(moved) == pytest.approx(0.75 / 2 * 1e9 / outside + latency_s)
+
+
+def _dealt(ep: int) -> TrainingWorkload:
+    values = SMALL.model_dump(mode="json") | {"model_type": "mixtral", "num_experts": 64, "num_experts_per_tok": 2}
+    layout = ParallelLayout(data_parallel_size=64, expert_parallel_size=ep)
+    return TrainingWorkload(ModelConfig.model_validate(values), layout, 2048, 64)
+
+
+def test_dealt_experts_are_reduced_less_and_exchanged_more() -> None:
+    one, many = (step_time(_dealt(ep), nodes_of(64, "A100-80GB")) for ep in (1, 8))
+    assert one.parts["expert collectives"] == 0.0 < many.parts["expert collectives"]
+    assert many.parts["replicas"] < one.parts["replicas"]
+    assert many.parts["optimizer"] == pytest.approx(one.parts["optimizer"])
+    assert many.model_flops == one.model_flops
 
 
 def test_experts_cost_what_their_tokens_go_through() -> None:
