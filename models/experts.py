@@ -1,12 +1,14 @@
 """The feed-forward part of a block with experts: a router selects some for each token (Shazeer 2017; Mixtral).
 
 In and out: hidden states `[batch, seq(/tp), hidden]`. The features of every expert are cut over the tensor-parallel
-ranks, so every rank has its part of every expert and all ranks route alike. The math follows transformers'
+ranks, so every rank has its part of every expert and all ranks route alike. Whole experts may be dealt over replicas
+besides, which send each other their tokens (`megalite.parallel.expert_dispatch`). The math follows transformers'
 MixtralSparseMoeBlock and Qwen3MoeSparseMoeBlock. T: tokens of the micro-batch, k: experts per token.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +22,7 @@ from megalite.parallel.collectives import (
     parameter_in_parallel_region,
 )
 from megalite.parallel.expert_balance import ExpertBalance
+from megalite.parallel.expert_dispatch import through_experts
 from megalite.parallel.fused_passes import HasPasses
 from megalite.parallel.grouped_linear import GroupedLinear, RowGroups, say_why_experts_loop, why_no_grouped_kernel
 from megalite.parallel.linear import linear, sharded_parameter
@@ -45,7 +48,10 @@ class SparseMLP(HasPasses):
         routes = Routes.of(choice.experts, self.experts.count)
         weights = self.balance(choice.weights, choice.logits, choice.scores, choice.experts, routes.ends)
         rows = _ToExperts.apply(x, routes, self.run)
-        outputs = self.experts(rows, routes.ends)  # [T*k, hidden]
+        if self.tp.experts.size > 1:
+            outputs = through_experts(self.experts, rows, routes.ends, self.tp.experts)
+        else:
+            outputs = self.experts(rows, routes.ends)  # [T*k, hidden]
         return leave_parallel_region(_ToTokens.apply(outputs, weights, routes, self.run), self.tp)
 
 
@@ -91,10 +97,10 @@ def _renormalized(weights: Tensor) -> Tensor:
 
 
 class Experts(HasPasses):
-    """This rank's features of all experts, gated feed-forward layers, applied to the tokens that chose each.
+    """This rank's features of its experts, gated feed-forward layers, applied to the tokens that chose each.
 
-    Features are cut, and experts are not dealt over the ranks: dealt ones would make every rank wait for the one whose
-    experts are the most popular.
+    Over tensor-parallel ranks features are cut, and experts are not dealt: dealt ones would make every rank wait for
+    the one whose experts are the most popular. Over replicas they may be, which spares memory.
     """
 
     def __init__(self, model: ModelConfig, tp: TensorParallel) -> None:
@@ -102,10 +108,16 @@ class Experts(HasPasses):
         size, hidden, count = model.moe_intermediate_size, model.hidden_size, model.num_experts
         assert count is not None
         self.count = count
+
+        def stack(shape: tuple[int, int], dim: int, sections: tuple[tuple[str, int], ...]) -> GroupedLinear:
+            cut = Shard(shape, dim, sections, tp.size, tp.rank, stacked=count)
+            dealt = replace(cut, expert_parallel_size=tp.experts.size, expert_parallel_rank=tp.experts.rank)
+            return GroupedLinear(dealt)
+
         gate_up = (("gate_proj", size), ("up_proj", size))
-        self.up_projections = GroupedLinear(Shard((2 * size, hidden), 0, gate_up, tp.size, tp.rank, stacked=count))
+        self.up_projections = stack((2 * size, hidden), 0, gate_up)
         self.activation = gated(model.hidden_act)
-        self.down_proj = GroupedLinear(Shard((hidden, size), 1, (("", size),), tp.size, tp.rank, stacked=count))
+        self.down_proj = stack((hidden, size), 1, (("", size),))
 
     def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
         """`[rows, hidden]`, grouped by expert as `ends` says -> the same; under tensor parallelism one term of the sum

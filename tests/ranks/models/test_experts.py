@@ -16,7 +16,7 @@ from megalite.config import ModelConfig
 from megalite.config.sections import RouterConfig
 from megalite.monitor.expert_usage import ExpertUsage
 from megalite.parallel import linear
-from megalite.parallel.collectives import TensorParallel
+from megalite.parallel.collectives import RankGroup, TensorParallel
 from megalite.parallel.layers import LayerSpec, SerialModel, make_layer, named_shards
 from models.decoder import decoder_layers
 from models.experts import Router, SparseMLP
@@ -54,6 +54,9 @@ def degenerate(block: nn.Module, kind: str) -> None:
         router[1, 0] = router[-1, 0] = -30.0  # of logits about 2
     elif kind == "ties":
         router[1:] = router[0]
+    elif kind == "one expert":
+        router[:, 0] = -30.0
+        router[-1, 0] = 30.0
 
 
 def theirs_of(model: ModelConfig, family: str) -> nn.Module:
@@ -169,26 +172,45 @@ def test_bf16_rounds_no_worse_than_transformers(emulated: bool, monkeypatch: pyt
         assert (mine.double() - right).norm() <= 2 * (theirs_.double() - right).norm()
 
 
+def _dealt(rank: int, tp_size: int, ep: int, cases: list[tuple[ModelConfig, str, bool]]) -> list[dict[str, Any]]:
+    """Each replica has an input of its own; what the ranks of a case return, `replica` among it."""
+    replica, tensor_rank = divmod(rank, tp_size)
+    replicas = [[each * tp_size + other for other in range(tp_size)] for each in range(ep)]
+    tensor_groups = [dist.new_group(ranks) for ranks in replicas]
+    expert_groups = [dist.new_group([ranks[other] for ranks in replicas]) for other in range(tp_size)]
+    seen = []
+    for model, routing, sequence_parallel in cases:
+        experts = RankGroup(ep, replica, expert_groups[tensor_rank])
+        tp = TensorParallel(tp_size, tensor_rank, tensor_groups[replica], sequence_parallel, experts=experts)
+        seen.append(_passed(model, routing, tp, replica))
+    return seen
+
+
 def _on_rank(rank: int, tp_size: int, cases: list[tuple[ModelConfig, str, bool]]) -> list[dict[str, Any]]:
     seen = []
     for model, routing, sequence_parallel in cases:
         tp = TensorParallel(tp_size, rank, dist.group.WORLD if tp_size > 1 else None, sequence_parallel)
-        block = sparse_mlp(model, tp)
-        degenerate(block, routing)
-        block.double()
-        x, direction = hidden_states(torch.float64)
-        if tp.sequence_is_cut:
-            x, direction = (t.detach().chunk(tp_size, dim=1)[rank].clone() for t in (x, direction))
-            x.requires_grad_()
-        out = block(x)
-        out.backward(direction)
-        gradients = [
-            (piece.name, piece.shape, piece.source, parameter.grad[piece.target])  # type: ignore[index]
-            for parameter in block.parameters()
-            for piece in parameter.shard.pieces()  # type: ignore[attr-defined]
-        ]
-        seen.append({"output": out.detach(), "hidden": x.grad, "gradients": gradients})
+        seen.append(_passed(model, routing, tp))
     return seen
+
+
+def _passed(model: ModelConfig, routing: str, tp: TensorParallel, replica: int = 0) -> dict[str, Any]:
+    """Output and gradients of one forward and backward on this rank."""
+    block = sparse_mlp(model, tp)
+    degenerate(block, routing)
+    block.double()
+    x, direction = (each.detach().roll(replica, dims=-1) for each in hidden_states(torch.float64))
+    x[..., 0] = 1.0
+    if tp.sequence_is_cut:
+        x, direction = (each.chunk(tp.size, dim=1)[tp.rank].clone() for each in (x, direction))
+    out = block(x.requires_grad_())
+    out.backward(direction)
+    gradients = [
+        (piece.name, piece.shape, piece.source, parameter.grad[piece.target])  # type: ignore[index]
+        for parameter in block.parameters()
+        for piece in parameter.shard.pieces()  # type: ignore[attr-defined]
+    ]
+    return {"replica": replica, "output": out.detach(), "hidden": x.grad, "gradients": gradients}
 
 
 NEAR = 1e-12  # float64, sums in another order
@@ -213,6 +235,35 @@ def test_cut_experts_are_the_whole_ones(tp_size: int) -> None:
             numbers[name] += gradient.numel()
         replicas = {name: tp_size if name == "mlp.gate.weight" else 1 for name in expected}
         assert numbers == {name: replicas[name] * gradient.numel() for name, gradient in expected.items()}
+
+
+@pytest.mark.parametrize(("ep", "tp_size"), [(2, 1), (2, 2), (4, 1)])
+def test_experts_dealt_over_replicas_are_those_of_one_process(ep: int, tp_size: int) -> None:
+    """Catches a row that comes back to another token, counts that are off, and ranks that wait for one without rows:
+    all tokens of all replicas may choose one expert."""
+    models = [(model_of(experts=8, top_k=3), ROUTINGS), (model_of(experts=4, top_k=1), [*ROUTINGS, "one expert"])]
+    cases = [(m, routing, sp) for m, routings in models for routing in routings for sp in {False, tp_size > 1}]
+    ranks = run_ranks(_dealt, ep * tp_size, tp_size, ep, cases)
+    for (model, routing, sp), *seen in zip(cases, *ranks, strict=True):
+        serial, total = [_passed(model, routing, SERIAL, replica) for replica in range(ep)], dict[str, Tensor]()
+        for one in serial:
+            for name, _, _, gradient in one["gradients"]:
+                total[name] = total.get(name, torch.zeros_like(gradient)) + gradient
+        for replica, one in enumerate(serial):
+            of_replica = [rank for rank in seen if rank["replica"] == replica]
+            for key in ("output", "hidden"):
+                parts = [rank[key] for rank in of_replica]
+                for part in [torch.cat(parts, dim=1)] if sp else parts:
+                    torch.testing.assert_close(part, one[key], atol=NEAR, rtol=0, msg=f"{key} {routing} {sp}")
+            own = {name: gradient for name, _, _, gradient in one["gradients"]}
+            numbers = dict.fromkeys(total, 0)
+            for name, _, source, gradient in (piece for rank in of_replica for piece in rank["gradients"]):
+                want = (total if ".experts." in name else own)[name][source]
+                torch.testing.assert_close(gradient, want, atol=NEAR, rtol=0, msg=f"{name} {routing} {sp}")
+                numbers[name] += gradient.numel()
+            held = {name for name, count in numbers.items() if count and ".experts." in name}
+            assert len(held) == 3 * model.num_experts // ep
+            assert all(numbers[name] == total[name].numel() for name in held)
 
 
 def test_stages_balance_by_what_a_token_costs() -> None:
