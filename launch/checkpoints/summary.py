@@ -19,8 +19,10 @@ LAYOUT = {
     "pipeline_parallel_size": "pp",
     "data_parallel_size": "dp",
     "context_parallel_size": "cp",
+    "expert_parallel_size": "ep",
     "zero_stage": "zero",
 }
+UNSAID = (("cp", 1), ("ep", 1))
 MAIN_OPTIONS = {
     "model": (
         *("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads"),
@@ -87,7 +89,11 @@ def layout_text(manifest: Manifest) -> str:
 
 def sizes_text(layout: Mapping[str, Any], dtype: str | None) -> str:
     """Returns the sizes of a layout, by the names that manifests and receipts have, with the number format."""
-    sizes = [f"{short}{layout[name]}" for name, short in LAYOUT.items() if name in layout]
+    sizes = [
+        f"{short}{layout[name]}"
+        for name, short in LAYOUT.items()
+        if name in layout and (short, layout[name]) not in UNSAID
+    ]
     return printable(" ".join([*(sizes or ["one process"]), *([str(dtype)] if dtype else [])]))
 
 

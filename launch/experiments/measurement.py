@@ -52,8 +52,9 @@ class RunMeasurement:
         layout = {name: int(size) for name, size in sizes.items() if 1 <= size <= MOST_RANKS}
         if len(layout) < len(PARALLEL_SIZES):
             raise LaunchError(f"{run_dir} has no receipt.json that names its layout: was it ever started?")
-        if 1 < (sharing := number(files.layout.get("context_parallel_size")) or 1) <= MOST_RANKS:
-            layout["context_parallel_size"] = int(sharing)
+        for name in ("context_parallel_size", "expert_parallel_size"):
+            if 1 < (sharing := number(files.layout[name]) or 1) <= MOST_RANKS:
+                layout[name] = int(sharing)
         records = files.session_records[warm_up:]
         step_times = [time_s for time_s in known(records, "step_time_s") if time_s > 0]
         if not step_times:
@@ -77,7 +78,7 @@ class RunMeasurement:
     @property
     def ranks(self) -> int:
         """The number of ranks."""
-        return prod(self.layout.values())
+        return prod(size for name, size in self.layout.items() if name != "expert_parallel_size")
 
     @property
     def samples_per_step(self) -> int:

@@ -98,7 +98,7 @@ class Receipt(_Known):
     machine: dict[str, Any] = {}
     git: dict[str, Any] = {}
     command: list[Any] = []
-    layout: dict[str, Any] = {}  # sizes, as in the manifests of checkpoints
+    layout: dict[str, Any] = {}  # sizes, as in the manifests of checkpoints, and those of 1 that these leave out
     seed: Any = None
     data_fingerprint: Any = None
     written: Any = None
@@ -107,6 +107,11 @@ class Receipt(_Known):
     measured: RecordedStep = RecordedStep()
     published: str | None = None  # a sentence: the best known speed on these accelerators
     goodput: RecordedGoodput = RecordedGoodput()
+
+    @field_validator("layout", mode="after")
+    @classmethod
+    def _whole(cls, layout: dict[str, Any]) -> dict[str, Any]:
+        return {"context_parallel_size": 1, "expert_parallel_size": 1} | layout if layout else {}
 
 
 @dataclass(frozen=True)

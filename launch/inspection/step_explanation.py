@@ -33,6 +33,7 @@ from megalite.units import digits, percent, plural, seconds
 WORTH = 0.01  # of a step, below which no remedy is
 SHOWN = 0.005  # of a step, below which a part is among the rest
 REST = "other"
+AXES = ("tensor", "context", "expert")
 LATE = 0.25  # of jitter, from which the passes of one rank explain it
 REMEDIES_OF_PARTS = {  # measured parts that the planner does not predict: their name in a sentence, and what helps
     "data": ("waiting for data", "a faster disk, or a copy of the data on the host itself, would shrink it"),
@@ -141,7 +142,7 @@ def _predicted(run_dir: Path, receipt: Receipt, owner: Owner, problems: list[str
         problems.append(f"{run_dir / RECEIPT} has no predicted step time" + (f": {why}" if why else ""))
         return {}
     sizes = {name: size for name, size in vars(owner).items() if name.endswith("_parallel_size")}
-    if any(({"context_parallel_size": 1} | receipt.layout).get(name) != size for name, size in sizes.items()):
+    if any(receipt.layout.get(name) != size for name, size in sizes.items()):
         problems.append(f"{run_dir / RECEIPT} is of another layout than this step, and so is its prediction")
         return {}
     return {name: value for name, value in parts.items() if value is not None}
@@ -151,8 +152,7 @@ def largest_loss(found: StepExplanation) -> Loss | None:
     """Returns the loss for which a remedy would help most; None where nothing is worth one."""
     parts = found.parts_s
     losses = [
-        Loss("tensor collectives", parts["tensor_collectives"], REMEDIES["tensor collectives"]),
-        Loss("context collectives", parts["context_collectives"], REMEDIES["context collectives"]),
+        *(Loss(f"{axis} collectives", parts[f"{axis}_collectives"], REMEDIES[f"{axis} collectives"]) for axis in AXES),
         Loss("the synchronisation of replicas", parts["gradient_sync"] + parts["weights_sync"], REMEDIES["replicas"]),
         Loss("the optimizer", parts["optimizer"], REMEDIES["optimizer"]),
         *_beside_the_passes(found),

@@ -35,7 +35,7 @@ from megalite.engine.statistics.source_losses import SourceLosses
 from megalite.engine.step_decision import StepDecision, StepGate
 from megalite.engine.step_participant import StepParticipant
 from megalite.engine.step_result import Readback, StepResult
-from megalite.parallel.collectives import ContextParallel, TensorParallel
+from megalite.parallel.collectives import TensorParallel
 from megalite.parallel.expert_balance import expert_balances
 from megalite.parallel.layers import named_shards
 from megalite.parallel.loss import IGNORED
@@ -172,18 +172,18 @@ class Engine(ABC):
         self.deepspeed.set_train_micro_batch_size(shape.micro_batch_size)
         self.deepspeed.set_train_batch_size(shape.global_batch_size * self.mesh.context_parallel_size)
 
-    def data_parallel_group(self) -> dist.ProcessGroup:
-        """Returns the group of the ranks that hold what this one holds, one per copy of the weights."""
-        return self._grid.get_data_parallel_group()
+    def data_parallel_group(self, *, of_experts: bool = False) -> dist.ProcessGroup:
+        """Returns the group of the ranks that hold what this one holds: the same weights, or the same dealt experts."""
+        return self._grid.same_experts_group if of_experts else self._grid.get_data_parallel_group()
 
     def tensor_parallel_group(self) -> dist.ProcessGroup | None:
         """Returns the group of the ranks that share this one's layers and samples; None if this one does alone."""
         return self._tp.group
 
     @property
-    def context_parallel(self) -> ContextParallel:
-        """The ranks that share this one's sequences."""
-        return self._tp.context
+    def tensor_parallel(self) -> TensorParallel:
+        """The ranks that share this one's layers, its sequences, and its layers' experts."""
+        return self._tp
 
     def pipeline_groups(self) -> list[dist.ProcessGroup]:
         """Returns the groups of this rank's pipeline; none if the model is not cut into stages."""

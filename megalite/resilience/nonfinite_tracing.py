@@ -130,7 +130,7 @@ def gather_rank_reports(
 ) -> list[RankReport]:
     """Gathers the reports of all ranks about a step that was not taken, in rank order; collective."""
     at, host = engine.coordinate, socket.gethostname()
-    context_rank = at.context_rank if engine.context_parallel.size > 1 else None
+    context_rank = at.context_rank if engine.tensor_parallel.context.size > 1 else None
     own = RankReport(
         RankLocation(dist.get_rank(), at.pipeline_rank, at.data_rank, at.tensor_rank, host, context_rank),
         result.loss,
@@ -266,7 +266,9 @@ def _token_losses(engine: Engine, result: StepResult, micro_batches: Sequence[Mi
     if not result.micro_losses or result.token_weight is None:
         return ()
     sums = (torch.stack(result.micro_losses) / result.token_weight).tolist()
-    valid = [int((batch.targets != IGNORED).sum()) for batch in cut_sequences(micro_batches, engine.context_parallel)]
+    valid = [
+        int((batch.targets != IGNORED).sum()) for batch in cut_sequences(micro_batches, engine.tensor_parallel.context)
+    ]
     return tuple(total / max(1, count) for total, count in zip(sums, valid, strict=True))
 
 

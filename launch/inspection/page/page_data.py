@@ -69,7 +69,7 @@ class PageData:
     def mesh(self) -> Mesh | None:
         """The layout on record; None if it is unknown or cannot be true."""
         names = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "context_parallel_size")
-        known = [self.history.files.layout.get(name, 1 if name == names[-1] else None) for name in names]
+        known = [self.history.files.layout.get(name) for name in names]
         sizes = [size for size in known if isinstance(size, int) and 1 <= size <= MOST_RANKS]
         if len(sizes) < len(names):
             return None

@@ -39,7 +39,8 @@ def timeline_section(found: PageData) -> PageSection:
     if "pipeline_transfer" in parts:
         parts["pipeline_wait"] = None
     axes = {collective.axis for each in shown.values() for collective in each.collectives}
-    parts |= dict.fromkeys("context_collectives" if axis == "context" else "tensor_collectives" for axis in axes)
+    named = {f"{axis}_collectives" for axis in axes} & set(PARTS)
+    parts |= dict.fromkeys(named or ["tensor_collectives"] * bool(axes))  # in the colour of all of them
     names = [name for name in PARTS if name in parts]
     figure.append(keys([(COLOURS[name], PARTS[name]) for name in names]))
     by_rank = parts_by_rank(timelines)

@@ -41,6 +41,7 @@ COLOURS = {
     "loss": "fill-9",
     "tensor_collectives": "fill-1",
     "context_collectives": "fill-1",
+    "expert_collectives": "fill-1",
     "pipeline_wait": "fill-wait",
     "pipeline_transfer": "fill-3",
     "gradient_sync": "fill-6",

@@ -34,6 +34,7 @@ STYLES = {  # of parts, in colours that are told apart also by who sees no red o
     "backward": "cyan",
     "tensor_collectives": "yellow",
     "context_collectives": "yellow",
+    "expert_collectives": "yellow",
     "gradient_sync": "bright_yellow",
     "weights_sync": "bright_yellow",
     "pipeline_transfer": "magenta",

@@ -179,10 +179,11 @@ def write_receipt(config: Config, layout: ResolvedLayout, facts: dict[str, Any])
 
 def layout_facts(layout: ResolvedLayout) -> dict[str, int]:
     """Returns a layout as receipts and the manifests of checkpoints hold it."""
-    names = ["tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "zero_stage"]
-    if layout.context_parallel_size > 1:
-        names.insert(3, "context_parallel_size")
-    return {name: getattr(layout, name) for name in names}
+    sizes = {
+        name: getattr(layout, name) for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+    }
+    others = {name: getattr(layout, name) for name in ("context_parallel_size", "expert_parallel_size")}
+    return sizes | {name: size for name, size in others.items() if size > 1} | {"zero_stage": layout.zero_stage}
 
 
 def _not_writable(run_dir: Path, reason: str | None) -> str:

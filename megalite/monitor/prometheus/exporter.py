@@ -63,7 +63,8 @@ class PrometheusExporter(Observer):
         self._totals = RunTotals.of_run(config.run_dir, resumed_step, shape.tokens, shape.samples)
         self._goodput, self._nonfatal = goodput, nonfatal
         sizes = f"tp{layout.tensor_parallel_size} pp{layout.pipeline_parallel_size} dp{layout.data_parallel_size}"
-        sizes += f" cp{layout.context_parallel_size}" if layout.context_parallel_size > 1 else ""
+        more = {"cp": layout.context_parallel_size, "ep": layout.expert_parallel_size}
+        sizes += "".join(f" {name}{size}" for name, size in more.items() if size > 1)
         facts = (own_version(), sizes, config.model.model_type, config.precision.dtype, str(layout.zero_stage))
         self._info: Values = {"megalite_run_info": {facts: 1.0}}
         self._recent: deque[StepBreakdown] = deque()

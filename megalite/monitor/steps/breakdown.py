@@ -12,13 +12,18 @@ from typing import Any
 import numpy as np
 
 from megalite.monitor.records.step import StepRecord
-from megalite.monitor.steps.parts import OWN_WORK, PARTS, communication_share
+from megalite.monitor.steps.parts import OF_COPIES, OWN_WORK, PARTS, communication_share
 
 KINDS = (
     *(("tensor", operation) for operation in ("all_reduce", "all_gather", "reduce_scatter", "broadcast")),
     *(("context", operation) for operation in ("all_gather", "reduce_scatter", "all_to_all")),
+    ("expert", "all_to_all"),
     *(("pipeline", operation) for operation in ("send", "receive", "broadcast")),
-    *(("data", operation) for operation in ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce")),
+    *(
+        (axis, operation)
+        for axis in OF_COPIES
+        for operation in ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce")
+    ),
     *(("tied", operation) for operation in ("send", "receive", "broadcast")),
     *(("all", operation) for operation in ("all_reduce", "all_gather", "broadcast", "barrier")),
     ("all", "other"),

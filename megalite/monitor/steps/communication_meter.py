@@ -130,8 +130,10 @@ def _axes_of(engine: Engine) -> dict[Any, str | None]:
     axes = {engine.data_parallel_group(): "data"}
     if (tensor := engine.tensor_parallel_group()) is not None:
         axes[tensor] = "tensor"
-    if (context := engine.context_parallel.group) is not None:
+    if (context := engine.tensor_parallel.context.group) is not None:
         axes[context] = "context"
+    if (experts := engine.tensor_parallel.experts.group) is not None:
+        axes |= {experts: "expert", engine.data_parallel_group(of_experts=True): "expert_data"}
     axes |= dict.fromkeys(engine.pipeline_groups(), "pipeline")
     if engine.tied_weight is not None:
         axes[engine.tied_weight.group] = "tied"

@@ -21,6 +21,7 @@ PARTS = {
     "loss": "loss",
     "tensor_collectives": "tensor collectives",
     "context_collectives": "context collectives",
+    "expert_collectives": "expert collectives",
     "pipeline_wait": "waiting for a neighbour",  # that has not come to the message yet
     "pipeline_transfer": "transfer to a neighbour",
     "gradient_sync": "gradient synchronisation",
@@ -38,6 +39,7 @@ PARTS = {
 COMMUNICATION = (
     "tensor_collectives",
     "context_collectives",
+    "expert_collectives",
     "pipeline_transfer",
     "gradient_sync",
     "weights_sync",
@@ -75,9 +77,11 @@ OF_OPERATION = {
 HOLDS_COLLECTIVES = frozenset({"forward", "backward", "optimizer", "other"})
 """Parts in whose time collectives are counted apart. In the others all is communication, or a phase of its own."""
 FROM_OWNERS = ("all_gather", "broadcast")
+OF_COPIES = ("data", "expert_data")  # axes between replicas, and between those with the same experts
 OF_AXIS = {
     "tensor": "tensor_collectives",
     "context": "context_collectives",
+    "expert": "expert_collectives",
     "pipeline": "pipeline_transfer",
     "tied": "gradient_sync",
     "all": "meeting",
@@ -103,7 +107,7 @@ def parts_of(spans: Iterable[TimedNote], collectives: Sequence[Collective], wait
                 own -= inside
                 seconds[part] -= inside
                 of_data = "weights_sync" if collective.operation in FROM_OWNERS else "gradient_sync"
-                seconds[of_data if collective.axis == "data" else OF_AXIS[collective.axis]] += inside
+                seconds[of_data if collective.axis in OF_COPIES else OF_AXIS[collective.axis]] += inside
     waited = min(waited, seconds["pipeline_transfer"])
     seconds["pipeline_transfer"] -= waited
     seconds["pipeline_wait"] += waited

@@ -15,6 +15,7 @@ GROUPS = {
     "computing": (("matrix products", "attention", "memory-bound", "launches", "offloading"), ("forward", "backward")),
     "tensor collectives": (("tensor collectives",), ("tensor_collectives",)),
     "context collectives": (("context collectives",), ("context_collectives",)),
+    "expert collectives": (("expert collectives",), ("expert_collectives",)),
     "waiting for a neighbour": (("pipeline bubble", "stage imbalance"), ("pipeline_wait",)),
     "transfers between stages": (("between stages",), ("pipeline_transfer",)),
     "synchronisation": (("replicas",), ("gradient_sync", "weights_sync")),

@@ -246,4 +246,5 @@ def _owner_of(engine: Engine) -> Owner:
         chunks=layout.pipeline_chunks,
         micro_batches=engine.micro_batches,
         context_parallel_size=layout.context_parallel_size,
+        expert_parallel_size=layout.expert_parallel_size,
     )

@@ -55,6 +55,7 @@ class Owner(BaseModel):
     chunks: int  # of a stage
     micro_batches: int  # of a replica and step
     context_parallel_size: int = 1
+    expert_parallel_size: int = 1
 
     @property
     def replicas(self) -> int:
@@ -64,8 +65,9 @@ class Owner(BaseModel):
     @property
     def sizes(self) -> str:
         """The sizes of its layout, in short."""
-        cp = f" cp{self.context_parallel_size}" if self.context_parallel_size > 1 else ""
-        return f"tp{self.tensor_parallel_size} pp{self.pipeline_parallel_size} dp{self.data_parallel_size}{cp}"
+        sizes = f"tp{self.tensor_parallel_size} pp{self.pipeline_parallel_size} dp{self.data_parallel_size}"
+        more = {"cp": self.context_parallel_size, "ep": self.expert_parallel_size}
+        return sizes + "".join(f" {name}{size}" for name, size in more.items() if size > 1)
 
 
 @dataclass(frozen=True)
