@@ -18,6 +18,7 @@ from models.families.mixtral import MIXTRAL
 from models.families.nearest_family import advice_for
 from models.families.olmo2 import OLMO2
 from models.families.olmo3 import OLMO3
+from models.families.olmoe import OLMOE
 from models.families.phi3 import PHI3
 from models.families.qwen2 import QWEN2
 from models.families.qwen3 import QWEN3
@@ -29,7 +30,7 @@ from models.hub.family import Family
 
 _KNOWN = (
     *(LLAMA, MISTRAL, MINISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, PHI3, OLMO2, OLMO3, GPT_NEOX, GPT2, SMOLLM3),
-    *(MIXTRAL, QWEN3_MOE, STARCODER2),
+    *(MIXTRAL, QWEN3_MOE, OLMOE, STARCODER2),
 )
 FAMILIES = {known.model_type: known for known in _KNOWN}
 

@@ -24,10 +24,11 @@ RELATIVES: dict[str, tuple[str, ...]] = {
     "ministral": ("ministral3",),
     "mixtral": ("dbrx", "phimoe", "granitemoe", "jetmoe", "minimax"),
     "olmo3": ("exaone4",),
+    "olmoe": ("flex_olmo",),
     "qwen2": ("qwen2_vl", "qwen2_5_vl"),
     "qwen3": ("hunyuan_v1_dense", "qwen3_vl"),
     "qwen3_moe": (
-        *("qwen2_moe", "olmoe", "flex_olmo", "deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "ernie4_5_moe"),
+        *("qwen2_moe", "deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "ernie4_5_moe"),
         *("dots1", "exaone_moe", "hunyuan_v1_moe", "llama4", "llama4_text"),
     ),
 }

@@ -118,6 +118,26 @@ QWEN3_30B_A3B: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 
+OLMOE_1B_7B: dict[str, Any] = {
+    **OLMO_2_1B,
+    "_name_or_path": "allenai/OLMoE-1B-7B-0924",
+    "architectures": ["OlmoeForCausalLM"],
+    "clip_qkv": None,
+    "eos_token_id": 50279,
+    "hidden_size": 2048,
+    "intermediate_size": 1024,
+    "model_type": "olmoe",
+    "norm_topk_prob": False,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "output_router_logits": False,
+    "pad_token_id": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "router_aux_loss_coef": 0.01,
+    "vocab_size": 50304,
+}
+
 STARCODER2_3B = CONFIGS["STARCODER2_3B"]
 # keys that folders of the same family have besides
 SIBLINGS: list[dict[str, Any]] = [
@@ -151,6 +171,6 @@ SIBLINGS: list[dict[str, Any]] = [
 
 HUB_CONFIGS = [
     *(LLAMA_3_2_1B, SMOLLM2_135M, MISTRAL_7B, QWEN2_5_0_5B, QWEN3_0_6B, GEMMA_2_2B, GEMMA_3_1B, PHI_3_MINI_4K),
-    *(PHI_4_MINI, OLMO_2_1B, PYTHIA_70M, GPT2, SMOLLM3_3B, MIXTRAL_8X7B, QWEN3_30B_A3B, STARCODER2_3B),
+    *(PHI_4_MINI, OLMO_2_1B, PYTHIA_70M, GPT2, SMOLLM3_3B, MIXTRAL_8X7B, QWEN3_30B_A3B, OLMOE_1B_7B, STARCODER2_3B),
     *SIBLINGS,
 ]

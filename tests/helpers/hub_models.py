@@ -54,6 +54,7 @@ FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "smollm3": {**_RMS, "num_hidden_layers": 4, "no_rope_layer_interval": 3},
     "mixtral": {**_RMS, "head_dim": 12, "num_local_experts": 3},
     "qwen3_moe": {**_RMS, "head_dim": 20, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 19},
+    "olmoe": {**_RMS, "num_experts": 5, "num_experts_per_tok": 2},
     "starcoder2": {key: value for key, value in _RMS.items() if key != "rms_norm_eps"},
 }
 
@@ -185,6 +186,10 @@ HUB_MODELS = [
         "qwen3_moe",
         {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3], "tie_word_embeddings": True},
     ),
+    HubModel("olmoe", "olmoe"),
+    HubModel(
+        "olmoe-tied-biases", "olmoe", {"tie_word_embeddings": True, "attention_bias": True, "norm_topk_prob": True}
+    ),
     HubModel("starcoder2", "starcoder2"),
     HubModel("starcoder2-tied", "starcoder2", {"tie_word_embeddings": True, "sliding_window": 7}),
     HubModel("starcoder2-plain", "starcoder2", {"use_bias": False, "hidden_act": "gelu", "norm_epsilon": 1e-3}),
@@ -257,6 +262,11 @@ SWITCHES: dict[str, dict[str, list[Any]]] = {
         **{"attention_bias": _BOTH, "norm_topk_prob": _BOTH, "decoder_sparse_step": [1, 2], "num_experts": [3, 5]},
         **{"moe_intermediate_size": [19, 24], "mlp_only_layers": [[], [1]]},
         **{"use_sliding_window": _BOTH, "sliding_window": [7]},
+    },
+    "olmoe": {
+        **{key: values for key, values in _COMMON.items() if key != "head_dim"},
+        **_EXPERTS,
+        **{"attention_bias": _BOTH, "norm_topk_prob": _BOTH, "num_experts": [3, 5]},
     },
     "starcoder2": {
         **_COMMON,

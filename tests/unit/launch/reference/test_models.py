@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ GEMMA = {"hidden_size": 64}
 ONE_OF_EACH_KIND: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in ("llama-biases", "llama-3.1", "llama-deepseek-yarn", "mistral", "qwen2-window")),
     *((name, {}) for name in ("qwen3", "phi3", "phi3-longrope", "olmo2", "olmo3", "gpt_neox", "gpt2", "smollm3")),
-    *((name, {}) for name in ("mixtral", "qwen3_moe", "qwen3_moe-some-dense", "starcoder2-tied")),
+    *((name, {}) for name in ("mixtral", "qwen3_moe", "qwen3_moe-some-dense", "olmoe", "starcoder2-tied")),
     *((name, GEMMA) for name in ("gemma2", "gemma3", "gemma3-capped")),
 ]
 
@@ -55,7 +56,31 @@ ONE_OF_EACH_KIND: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("name", "switches"), ONE_OF_EACH_KIND, ids=[name for name, _ in ONE_OF_EACH_KIND])
 def test_ours_and_transformers_are_one_function_in_float64(name: str, switches: dict[str, Any]) -> None:
     """What is left is float64's own rounding, so that an epsilon or a constant that is a little off cannot hide."""
-    made = asked(name, **switches)
+    assert_one_function(asked(name, **switches))
+
+
+OF_ANY_SHAPE = ("olmoe",)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draw", range(5))
+@pytest.mark.parametrize("name", OF_ANY_SHAPE)
+def test_experts_of_any_shape_are_transformers_function_in_float64(name: str, draw: int) -> None:
+    seed = random.SystemRandom().getrandbits(32)
+    print(f"seed {seed}")
+    of = random.Random(seed)
+    kv_heads, group, head_dim = of.randint(1, 4), of.randint(1, 3), 2 * of.randint(2, 9)
+    experts = of.randint(2, 9)
+    shape = {
+        **{"num_key_value_heads": kv_heads, "num_attention_heads": group * kv_heads},
+        **{"hidden_size": group * kv_heads * head_dim, "vocab_size": of.randint(40, 200)},
+        **{"intermediate_size": of.randint(8, 60), "num_experts_per_tok": of.randint(1, experts)},
+        "num_hidden_layers": of.randint(2, 4),
+    }
+    assert_one_function(asked(name, **shape, num_experts=experts))
+
+
+def assert_one_function(made: ParityProblem) -> None:
     for training in (made.training(), made.sgd(0.1, 1.0)):
         ours, theirs = (solve(kind, made, training, "fp64", "cpu") for kind in (SerialReference, TransformersModel))
         for quantity in theirs.keys() - {Quantity(training.name, NEAR_CHOICES)}:
@@ -93,7 +118,7 @@ def test_a_folder_with_an_adapter_beside_the_model_is_refused(tmp_path: Path) ->
         load_transformers(transformers.AutoModelForCausalLM, folder)
 
 
-@pytest.mark.parametrize("name", ["gemma2", "mistral", "phi3", "qwen3_moe", "gpt2", "smollm3-window", "olmo3"])
+@pytest.mark.parametrize("name", ["gemma2", "mistral", "phi3", "qwen3_moe", "olmoe", "gpt2", "smollm3-window", "olmo3"])
 def test_transformers_computes_packed_documents_as_if_each_were_alone(name: str) -> None:
     """It derives documents and windows from positions; a version that no longer does would be a wrong reference."""
     made = asked(name)

@@ -145,6 +145,8 @@ MISTAKES: list[tuple[str, dict[str, Any]]] = [
     ("smollm3", {"layers_without_rope": []}),
     ("mixtral", {"norm_topk_prob": False}),
     ("mixtral", {"num_experts_per_tok": 3}),
+    ("olmoe", {"norm_topk_prob": True}),
+    ("olmoe", {"query_key_norm": "none"}),
 ]
 
 
