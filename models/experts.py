@@ -3,7 +3,7 @@
 In and out: hidden states `[batch, seq(/tp), hidden]`. The features of every expert are cut over the tensor-parallel
 ranks, so every rank has its part of every expert and all ranks route alike. Whole experts may be dealt over replicas
 besides, which send each other their tokens (`megalite.parallel.expert_dispatch`). The math follows transformers'
-MixtralSparseMoeBlock and Qwen3MoeSparseMoeBlock. T: tokens of the micro-batch, k: experts per token.
+MixtralSparseMoeBlock, Qwen3MoeSparseMoeBlock and DeepseekV3MoE. T: tokens of the micro-batch, k: experts per token.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megalite.parallel.fused_passes import HasPasses
 from megalite.parallel.grouped_linear import GroupedLinear, RowGroups, say_why_experts_loop, why_no_grouped_kernel
 from megalite.parallel.linear import linear, sharded_parameter
 from megalite.parallel.shard import Shard
-from models.feed_forward import gated
+from models.feed_forward import MLP, gated
 
 
 class SparseMLP(HasPasses):
@@ -40,6 +40,9 @@ class SparseMLP(HasPasses):
         self.gate = Router(model, tp)
         self.balance = ExpertBalance(model.num_experts, tp)
         self.experts = Experts(model, tp)
+        self.shared_experts: MLP | None = None
+        if model.n_shared_experts:
+            self.shared_experts = MLP(model, tp, "none", model.shared_size)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """`[batch, seq(/tp), hidden]` -> the same."""
@@ -52,7 +55,8 @@ class SparseMLP(HasPasses):
             outputs = through_experts(self.experts, rows, routes.ends, self.tp.experts)
         else:
             outputs = self.experts(rows, routes.ends)  # [T*k, hidden]
-        return leave_parallel_region(_ToTokens.apply(outputs, weights, routes, self.run), self.tp)
+        routed = leave_parallel_region(_ToTokens.apply(outputs, weights, routes, self.run), self.tp)
+        return routed if self.shared_experts is None else routed + self.shared_experts(hidden)
 
 
 class ExpertChoice(NamedTuple):
@@ -61,7 +65,7 @@ class ExpertChoice(NamedTuple):
     weights: Tensor  # [batch, seq, k] of the experts' outputs, in at least fp32
     experts: Tensor  # [batch, seq, k] int64
     logits: Tensor  # [batch, seq, experts]
-    scores: Tensor  # their softmax, in at least fp32
+    scores: Tensor  # of all experts, with a sum of one, in at least fp32
 
 
 class Router(HasPasses):
@@ -71,6 +75,8 @@ class Router(HasPasses):
         super().__init__()
         assert model.num_experts is not None
         self.tp, self.top_k, self.renormalizes = tp, model.num_experts_per_tok, model.norm_topk_prob
+        self.scoring, self.scaling = model.scoring_func, model.routed_scaling_factor
+        self.groups = GroupChoice(model.n_group, model.topk_group, 1 if model.group_score == "max" else 2)
         shape, whole = (model.num_experts, model.hidden_size), (("", model.num_experts),)
         self.weight = sharded_parameter(Shard(shape, None, whole, tp.size, tp.rank))
 
@@ -81,19 +87,42 @@ class Router(HasPasses):
         only its part of an expert's output, and so of the router's gradient.
         """
         logits = linear(x, parameter_in_parallel_region(self.weight, self.tp), None)  # [batch, seq, experts]
-        scores = logits.softmax(dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
-        if bias is None:
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        scores = logits.softmax(dim=-1, dtype=wide) if self.scoring == "softmax" else logits.to(wide).sigmoid()
+        if bias is None and self.groups.chosen == self.groups.groups:
             weights, chosen = scores.topk(self.top_k, dim=-1)
         else:
-            chosen = (scores.detach() + bias).topk(self.top_k, dim=-1).indices
+            worth = scores.detach() if bias is None else scores.detach() + bias
+            chosen = self.groups.within_best(worth).topk(self.top_k, dim=-1).indices
             weights = scores.gather(-1, chosen)
         if self.renormalizes:
             weights = self.run(_renormalized)(weights)
+        if self.scaling != 1:
+            weights = weights * self.scaling
+        if self.scoring == "sigmoid":
+            scores = self.run(_renormalized)(scores)
         return ExpertChoice(weights, chosen, logits, scores)
 
 
 def _renormalized(weights: Tensor) -> Tensor:
-    return weights / weights.sum(dim=-1, keepdim=True)
+    return weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)  # sigmoids may all be 0
+
+
+class GroupChoice(NamedTuple):
+    """Restricts the experts of a token to few groups, so that few hosts have them (DeepSeek-V2, section 2.2.2)."""
+
+    groups: int
+    chosen: int
+    best: int  # experts of a group whose worth, summed, is the group's
+
+    def within_best(self, worth: Tensor) -> Tensor:
+        """Returns `worth` `[batch, seq, experts]`, minus infinity outside of each token's best groups."""
+        if self.chosen == self.groups:
+            return worth
+        grouped = worth.unflatten(-1, (self.groups, -1))  # [batch, seq, groups, experts of a group]
+        best = grouped.topk(self.best, dim=-1).values.sum(dim=-1).topk(self.chosen, dim=-1).indices
+        is_out = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(-1, best, False)
+        return grouped.masked_fill(is_out.unsqueeze(-1), float("-inf")).flatten(-2)
 
 
 class Experts(HasPasses):

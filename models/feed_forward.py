@@ -38,11 +38,12 @@ class MLP(HasPasses):
     Selective recomputation keeps the activation's input and not its output.
     """
 
-    def __init__(self, model: ModelConfig, tp: TensorParallel, recompute: Recompute) -> None:
+    def __init__(self, model: ModelConfig, tp: TensorParallel, recompute: Recompute, size: int | None = None) -> None:
+        """`size`: features; by default `model.intermediate_size`."""
         super().__init__()
         # relu keeps its output and not its input
         self.is_activation_kept = recompute != "selective" or not (model.gated_mlp or model.hidden_act != "relu")
-        size, bias = model.intermediate_size, model.mlp_bias
+        size, bias = size or model.intermediate_size, model.mlp_bias
         self.activation = gated(model.hidden_act) if model.gated_mlp else ACTIVATIONS[model.hidden_act]
         sections = {"gate_proj": size, "up_proj": size} if model.gated_mlp else {"up_proj": size}
         self.up_projections = ColumnParallelLinear(model.hidden_size, sections, bias, tp)

@@ -146,7 +146,28 @@ class ModelConfig(Section):
     """Width of one expert. Left out or null: `intermediate_size`."""
 
     norm_topk_prob: bool = True
-    """Divide the picked experts' probabilities by their sum."""
+    """Divide the scores of a token's experts by their sum."""
+
+    scoring_func: Literal["softmax", "sigmoid"] = "softmax"
+    """Scores of experts: of all together, or of each by itself (DeepSeek-V3)."""
+
+    n_group: PositiveInt = Field(default=1, examples=[8])
+    """Groups that the experts of a layer are in, in order; a token's experts are in the best `topk_group` of them."""
+
+    topk_group: PositiveInt = Field(default=1, examples=[4])
+    """Groups that the experts of a token may come from; at most `n_group`."""
+
+    group_score: Literal["max", "top2_sum"] = "max"
+    """Score of a group: its best expert's (DeepSeek-V2), or the sum of its two best ones' (DeepSeek-V3)."""
+
+    routed_scaling_factor: PositiveFloat = 1.0
+    """Factor of the weights of a token's experts, behind `norm_topk_prob`."""
+
+    e_score_correction_bias: bool = False
+    """The model has a bias on scores, for the choice of experts alone; `training.router.bias_rate` moves it."""
+
+    n_shared_experts: NonNegativeInt = Field(default=0, examples=[1])
+    """Experts that every token goes through besides: one feed-forward layer of as many times the width."""
 
     mlp_only_layers: tuple[NonNegativeInt, ...] = Field(default=(), examples=[[0]])
     """Blocks, counted from 0, that have one dense feed-forward layer in a model with experts."""
@@ -217,6 +238,11 @@ class ModelConfig(Section):
     def has_experts(self, layer: int) -> bool:
         """Returns whether block `layer` has a router and experts."""
         return self.num_experts is not None and layer not in self.mlp_only_layers
+
+    @property
+    def shared_size(self) -> int:
+        """Width of the feed-forward layer beside a router's experts; 0 without one."""
+        return self.n_shared_experts * self.moe_intermediate_size
 
     def rotary_dim(self, layer: int) -> int:
         """Returns the number of features of each head that block `layer` rotates, from the first on."""

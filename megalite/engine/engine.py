@@ -92,7 +92,7 @@ class Engine(ABC):
         if self.balances:
             self.expert_counts = ExpertCounts(self.balances, device)
             self._participants.append(self.expert_counts)
-        if self.config.training.router.bias_rate:
+        if self.config.training.router.bias_rate or self.config.model.e_score_correction_bias:
             self.bias_experts()
         if self.config.data.sources:
             self.source_losses = SourceLosses(len(self.config.data.sources), device)

@@ -89,8 +89,8 @@ class ExpertBalance(nn.Module):
             weights = _CountedInBackward.apply(weights, ends, entropy, (self.chosen, self.entropy))
         losses: list[Tensor] = []
         if self.losses.sequence_loss:
-            # equation 18 counts the best scores, whatever the bias makes of the choice
-            best = chosen if self.bias is None else scores.topk(chosen.shape[-1], dim=-1).indices
+            # equation 18 counts the best scores, whatever bias and groups make of the choice
+            best = scores.topk(chosen.shape[-1], dim=-1).indices
             losses.append(self.losses.sequence_loss * sequence_balance(scores, best, self._tp.context).sum())
         if self.losses.z_loss:
             wide = logits.to(scores.dtype)

@@ -103,7 +103,7 @@ def block_cost(model: ModelConfig, layer: int) -> float:
     if not model.has_experts(layer):
         return float(attention + hidden * model.intermediate_size * (3 if model.gated_mlp else 2))
     assert model.num_experts is not None
-    active = 3 * model.num_experts_per_tok * model.moe_intermediate_size
+    active = 3 * (model.num_experts_per_tok * model.moe_intermediate_size + model.shared_size)
     return float(attention + hidden * (model.num_experts + active))
 
 

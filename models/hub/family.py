@@ -41,6 +41,13 @@ PLAIN = {
     "scale_embeddings": False,
     "position_embedding": "rope",
     "layers_without_rope": (),
+    "scoring_func": "softmax",
+    "n_group": 1,
+    "topk_group": 1,
+    "group_score": "max",
+    "routed_scaling_factor": 1.0,
+    "e_score_correction_bias": False,
+    "n_shared_experts": 0,
 }
 """Options with a constant value in most families."""
 

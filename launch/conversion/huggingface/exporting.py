@@ -14,6 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from data_pipeline.chat.turns import answer_end, opening_notice
@@ -178,7 +179,7 @@ def _prepare(reader: MergedReader, dtype: str | None, tokenizer: str | Path | No
     model = model_of(config.get("model"), str(reader.folder))
     shapes = global_shapes(model)
     biases = [name for name in reader.manifest.tensors if name.endswith(BIAS)]
-    if biases:
+    if biases and not model.e_score_correction_bias:
         raise CheckpointError(
             f"{reader.folder}: holds a bias of the experts' choice ({biases[0]}), with which it was trained, and a "
             f"Hugging Face {model.model_type} has no place for one: without it tokens would go to other experts"
@@ -195,9 +196,10 @@ def _prepare(reader: MergedReader, dtype: str | None, tokenizer: str | Path | No
     for name in (usual, *dtypes.values()):
         if name not in DTYPES:
             raise LaunchError(f"dtype {name!r} is none of {', '.join(DTYPES)}")
-    entries = {
-        name: Entry(name, tensor.shape, DTYPES[dtypes.get(name, usual)]) for name, tensor in layout.tensors.items()
-    }
+    stored = {name: DTYPES[dtypes.get(name, usual)] for name in layout.tensors}
+    for name in biases:  # transformers keeps them so, and what it chooses hangs on small differences
+        stored[layout.hub_names(name)[0]] = torch.float32
+    entries = {name: Entry(name, tensor.shape, stored[name]) for name, tensor in layout.tensors.items()}
     found = find_tokenizer(reader.manifest, reader.folder, tokenizer)
     if found.is_doubtful:
         raise CheckpointError(f"{found.problem}: {REMEDY}")

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from megalite.checkpoint.manifest import Slices
 from megalite.config import ModelConfig
 from megalite.parallel.collectives import TensorParallel
+from megalite.parallel.expert_balance import expert_balances
 from megalite.parallel.layers import LayerSpec, SerialModel, named_layer
 from models.decoder import decoder_layers
 
@@ -18,11 +19,15 @@ Read = Callable[[str, Slices], Tensor]
 
 
 def global_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of every weight of `model` by canonical name; allocates nothing."""
+    """Returns the shape of every weight of `model` by canonical name, of routers' biases last; allocates nothing."""
     with torch.device("meta"):
         layers = [named_layer(spec, TensorParallel()) for spec in decoder_layers(model)]
     parameters = (parameter for layer in layers for parameter in layer.parameters())
-    return {piece.name: piece.shape for parameter in parameters for piece in parameter.shard.pieces()}  # type: ignore[attr-defined]
+    shapes = {piece.name: piece.shape for parameter in parameters for piece in parameter.shard.pieces()}  # type: ignore[attr-defined]
+    if model.e_score_correction_bias:
+        biases = (placed for layer in layers for placed in expert_balances(layer))
+        shapes |= {placed.bias_name: (placed.balance.experts,) for placed in biases}
+    return shapes
 
 
 def serial_model(model: ModelConfig, tp: TensorParallel, read: Read) -> SerialModel:
@@ -49,6 +54,10 @@ def filled_model(
             parameter.zero_()  # padding
             for piece in parameter.shard.pieces():  # type: ignore[attr-defined]
                 fill(parameter[piece.target], piece.name, piece.source)
+        if model.e_score_correction_bias:
+            for _, name, balance in expert_balances(layer):
+                balance.bias = torch.zeros(balance.experts, device=device)
+                fill(balance.bias, name, (slice(0, balance.experts),))
         return layer
 
     return SerialModel(decoder_layers(model), tp, filled_layer).eval()

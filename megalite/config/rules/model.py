@@ -26,6 +26,11 @@ ROPE_FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "longrope": (("short_factor", "long_factor"), ("factor", "original_max_position_embeddings", "attention_factor")),
 }
 
+OF_EXPERTS = (
+    *("num_experts_per_tok", "norm_topk_prob", "mlp_only_layers", "scoring_func", "n_group", "topk_group"),
+    *("group_score", "routed_scaling_factor", "e_score_correction_bias", "n_shared_experts"),
+)
+
 
 def problem_with_model(model: ModelConfig) -> str | None:
     """Returns the sentence of the first broken rule, or None if all hold."""
@@ -90,7 +95,7 @@ def _layers(model: ModelConfig) -> Iterator[str]:
 def _experts(model: ModelConfig) -> Iterator[str]:
     experts = model.num_experts
     if experts is None:
-        for option in _set_among(model, "num_experts_per_tok", "norm_topk_prob", "mlp_only_layers"):
+        for option in _set_among(model, *OF_EXPERTS):
             yield f"model.{option} is about experts, but model.num_experts is null: remove it, or set num_experts"
         return
     if model.num_experts_per_tok > experts:
@@ -98,11 +103,32 @@ def _experts(model: ModelConfig) -> Iterator[str]:
             f"model.num_experts_per_tok {model.num_experts_per_tok} is more than model.num_experts {experts}: "
             f"use at most {experts}"
         )
+    yield from _groups_of_experts(model, experts)
     if not model.gated_mlp or model.mlp_bias:
         found = "mlp_bias true" if model.gated_mlp else "gated_mlp false"
         yield (
             f"model.{found} does not go with model.num_experts {experts}, whose experts are gated and have no "
             "biases: remove one of them"
+        )
+
+
+def _groups_of_experts(model: ModelConfig, experts: int) -> Iterator[str]:
+    groups, best, size = model.n_group, model.topk_group, experts // model.n_group
+    if experts % groups:
+        near = neighbours(groups, [count for count in range(1, experts + 1) if experts % count == 0])
+        yield f"model.num_experts {experts} are not model.n_group {groups} groups of one size: use {near} groups"
+    elif best > groups:
+        yield f"model.topk_group {best} is more than model.n_group {groups}: use at most {groups}"
+    elif model.num_experts_per_tok > best * size:
+        yield (
+            f"model.num_experts_per_tok {model.num_experts_per_tok} is more than the {best * size} experts in "
+            f"model.topk_group {best} of {groups} groups: use at most {best * size}, or a topk_group of "
+            f"{-(-model.num_experts_per_tok // size)}"
+        )
+    elif groups > 1 and model.group_score == "top2_sum" and size < 2:
+        yield (
+            f"model.group_score top2_sum needs two experts in a group, but there are {experts} in model.n_group "
+            f"{groups}: use fewer groups, or group_score max"
         )
 
 

@@ -99,11 +99,12 @@ def _router(config: Config) -> Iterator[str]:
                 f"training.router.{option} {coefficient} is about experts, but model.num_experts is null: remove it, "
                 "or set num_experts"
             )
-    if config.training.router.bias_rate and config.checkpoint.export_hf != "off":
+    has_place = config.model.e_score_correction_bias
+    if config.training.router.bias_rate and config.checkpoint.export_hf != "off" and not has_place:
         yield (
             f"checkpoint.export_hf {config.checkpoint.export_hf} cannot write the bias of training.router.bias_rate "
-            f"{config.training.router.bias_rate}: no Hugging Face model of ours with experts has a place for one: set "
-            "export_hf off, or bias_rate 0"
+            f"{config.training.router.bias_rate}, for which a Hugging Face {config.model.model_type} model has no "
+            "place: set export_hf off, or bias_rate 0"
         )
 
 

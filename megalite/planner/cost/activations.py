@@ -139,6 +139,8 @@ class _Block:
         kept += self.normed
         if model.has_experts(self.layer) and (self.is_cut or model.norm_placement != "post"):
             kept += self.hidden  # gathered, or normed
+            if self.is_cut and model.n_shared_experts and model.norm_placement != "post":
+                kept += self.input  # normed: shared experts keep their slice
         if model.norm_placement != "pre":
             kept += 2 * self.input  # what attention and feed-forward layer put out: norms read it
         norms = {"pre": 2, "post": 2, "pre_and_post": 4}[model.norm_placement]
@@ -195,7 +197,9 @@ class _Block:
         features = cut(model.moe_intermediate_size, self.tp) * rows * self.size
         numbers = rows * model.hidden_size
         routing = self.tokens * 4 * (model.num_experts or 1) + rows * (3 * 8 + 2 * 4)
-        return 2 * numbers * self.size + 3 * features + routing, 3 * features + 2 * numbers * 4 + self.hidden
+        shared = 3 * cut(model.shared_size, self.tp) * self.tokens * self.size
+        kept = 2 * numbers * self.size + 3 * features + routing + shared
+        return kept, 3 * features + 2 * numbers * 4 + self.hidden
 
     def _activated(self) -> float:
         model = self.model
@@ -213,7 +217,9 @@ class _Block:
             return attention + 2 * self.hidden + (3 if model.gated_mlp else 2) * features
         rows = self.tokens * model.num_experts_per_tok
         features = cut(model.moe_intermediate_size, self.tp) * rows * self.size
-        return attention + 2 * rows * model.hidden_size * self.size + 3 * features
+        shared = 2 * self.hidden * (model.n_shared_experts > 0)
+        shared += 3 * cut(model.shared_size, self.tp) * self.tokens * self.size
+        return attention + 2 * rows * model.hidden_size * self.size + 3 * features + shared
 
 
 def embedding_bytes(job: TrainingWorkload) -> float:

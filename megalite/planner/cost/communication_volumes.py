@@ -170,7 +170,10 @@ def tensor_moved(job: TrainingWorkload, stage: StageShape) -> LayersMoved:
     # into a parallel region nothing forward and a sum backward, out of it a sum forward and nothing backward
     into, out_of = (regions + stage.has_head) * size, (regions + stage.has_embedding) * size
     kept_again = is_again * kept
-    linear = sum(1 if model.has_experts(layer) else 2 for layer in stage.layers)  # layers that enter by themselves
+    with_shared = (model.n_shared_experts > 0) * sum(model.has_experts(layer) for layer in stage.layers)
+    regions += with_shared
+    linear = with_shared  # layers that enter by themselves
+    linear += sum(1 if model.has_experts(layer) else 2 for layer in stage.layers)
     linear *= job.stack.has_own_linear_layers * (not job.trains_adapters) * size  # which have no product to go beside
     if layout.sequence_parallel:  # the nothings are all-gathers, and each sum leaves its result cut
         return LayersMoved(

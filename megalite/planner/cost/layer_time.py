@@ -140,7 +140,8 @@ def dense_flops(job: TrainingWorkload, layer: int) -> float:
     numbers = hidden * (2 * query + 2 * model.num_key_value_heads * model.head_dim)
     if model.has_experts(layer):
         assert model.num_experts is not None
-        numbers += hidden * (model.num_experts + 3 * model.num_experts_per_tok * model.moe_intermediate_size)
+        active = model.num_experts_per_tok * model.moe_intermediate_size + model.shared_size
+        numbers += hidden * (model.num_experts + 3 * active)
     else:
         numbers += (3 if model.gated_mlp else 2) * hidden * model.intermediate_size
     return 2.0 * job.micro_batch_tokens * numbers
@@ -175,6 +176,9 @@ def _products(job: TrainingWorkload, layer: int, speed: Speed) -> list[LayerTime
     whole, ep = t if job.stack.folds_experts else 1, job.layout.expert_parallel_size
     features, experts = cut(model.moe_intermediate_size, t // whole), model.num_experts // (ep * whole)
     rows = tokens * model.num_experts_per_tok * ep / model.num_experts
+    if model.n_shared_experts:
+        shared = cut(model.shared_size, t)
+        found += [speed.weights(tokens, 2 * shared, hidden, size), speed.weights(tokens, hidden, shared, size)]
     found.append(speed.product(rows, 2 * features, hidden, size, experts))
     return [*found, speed.product(rows, hidden, features, size, experts)]
 
@@ -211,7 +215,8 @@ def _elementwise(job: TrainingWorkload, layer: int, speed: Speed) -> LayerTime:
     sums = 2 * (3 * size + (1 if model.residual_dropout > 0 else 0)) * model.hidden_size
     features = model.intermediate_size
     if model.has_experts(layer):  # rows are copied to their experts and back
-        features = model.moe_intermediate_size * model.num_experts_per_tok
+        features = model.moe_intermediate_size * model.num_experts_per_tok + model.shared_size
+        sums += 3 * size * model.hidden_size * (model.n_shared_experts > 0)
         copies = 4 if job.layout.expert_parallel_size == 1 else 8  # once more where they arrive
         sums += copies * size * model.num_experts_per_tok * model.hidden_size
     activation = (3 if model.gated_mlp else 2) * size * features

@@ -179,11 +179,12 @@ def attention_parameters(model: ModelConfig, tp: int) -> int:
 
 
 def feed_forward_parameters(model: ModelConfig, layer: int, tp: int) -> int:
-    """Returns the parameters of the dense layer, or of router and experts."""
+    """Returns the parameters of the dense layer, or of router, experts and shared ones."""
     hidden = model.hidden_size
     if model.has_experts(layer):
         assert model.num_experts is not None
-        return model.num_experts * hidden + expert_parameters(model, layer, tp)
+        shared = 3 * cut(model.shared_size, tp) * hidden
+        return model.num_experts * hidden + shared + expert_parameters(model, layer, tp)
     features, matrices = cut(model.intermediate_size, tp), 3 if model.gated_mlp else 2
     biases = features * (matrices - 1) + hidden if model.mlp_bias else 0
     return matrices * features * hidden + biases

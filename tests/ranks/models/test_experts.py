@@ -61,6 +61,8 @@ def degenerate(block: nn.Module, kind: str) -> None:
 
 def theirs_of(model: ModelConfig, family: str) -> nn.Module:
     # here, so that ranks do not import it
+    from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Config, DeepseekV2Moe
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Config, DeepseekV3MoE
     from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralSparseMoeBlock
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeSparseMoeBlock
 
@@ -70,6 +72,13 @@ def theirs_of(model: ModelConfig, family: str) -> nn.Module:
             **common, intermediate_size=model.moe_intermediate_size, num_local_experts=model.num_experts
         )
         block: type[nn.Module] = MixtralSparseMoeBlock
+    elif family.startswith("deepseek"):
+        same = ("moe_intermediate_size", "n_shared_experts", "routed_scaling_factor", "n_group", "topk_group")
+        common |= {name: getattr(model, name) for name in (*same, "norm_topk_prob")}
+        common |= {"num_attention_heads": 4, "n_routed_experts": model.num_experts}
+        method = "greedy" if model.n_group == 1 else "group_limited_greedy"
+        config = DeepseekV2Config(**common, topk_method=method) if "2" in family else DeepseekV3Config(**common)
+        block = DeepseekV2Moe if "2" in family else DeepseekV3MoE
     else:
         config = Qwen3MoeConfig(
             **common,
@@ -91,12 +100,17 @@ def gradients_of(block: nn.Module) -> dict[str, Tensor]:
     }
 
 
+SIGMOIDS = {"scoring_func": "sigmoid", "group_score": "top2_sum", "e_score_correction_bias": True}
+GROUPS = {"n_group": 3, "topk_group": 2, "n_shared_experts": 2}
 ROUTINGS = ["random", "idle experts", "ties"]
 FAMILIES = [
     ("mixtral", model_of()),
     ("mixtral", model_of(experts=4, top_k=1, hidden_act="gelu_pytorch_tanh")),
     ("qwen3_moe", model_of(experts=7, top_k=3, size=27)),
     ("qwen3_moe", model_of(experts=7, top_k=3, size=27, norm_topk_prob=False)),
+    ("deepseek_v3", model_of(experts=6, top_k=3, size=27, **GROUPS, **SIGMOIDS)),
+    ("deepseek_v3", model_of(n_shared_experts=1, norm_topk_prob=False, **SIGMOIDS)),
+    ("deepseek_v2", model_of(experts=6, top_k=2, norm_topk_prob=False, routed_scaling_factor=1.7, **GROUPS)),
 ]
 
 
@@ -110,6 +124,13 @@ def test_block_and_every_gradient_are_transformers(family: str, model: ModelConf
         theirs.gate.weight.copy_(ours.gate.weight)  # type: ignore[union-attr,operator]
         theirs.experts.gate_up_proj.copy_(ours.experts.up_projections.weight)  # type: ignore[union-attr,operator]
         theirs.experts.down_proj.copy_(ours.experts.down_proj.weight)  # type: ignore[union-attr,operator]
+        if model.n_shared_experts:
+            gate_up, shared = ours.shared_experts.up_projections.weight.chunk(2), theirs.shared_experts  # type: ignore[union-attr,operator]
+            shared.gate_proj.weight.copy_(gate_up[0]), shared.up_proj.weight.copy_(gate_up[1])  # type: ignore[union-attr,operator]
+            shared.down_proj.weight.copy_(ours.shared_experts.down_proj.weight)  # type: ignore[union-attr,operator]
+        if model.e_score_correction_bias:
+            bias = theirs.gate.e_score_correction_bias.uniform_(-0.3, 0.3)  # type: ignore[union-attr,operator]
+            ours.balance.bias = bias.clone()  # type: ignore[union-attr]
     x, direction = hidden_states()
     their_x = x.detach().clone().requires_grad_()
     found, expected = ours(x), theirs(their_x)
@@ -123,6 +144,9 @@ def test_block_and_every_gradient_are_transformers(family: str, model: ModelConf
         down = their_experts.down_proj.grad[index]  # type: ignore[union-attr,index]
         for name, gradient in (("gate", gate), ("up", up), ("down", down)):
             pairs.append((name, gradients.pop(f"mlp.experts.{index}.{name}_proj.weight"), gradient))
+    for name in [name for name in gradients if "shared" in name]:
+        linear_layer = theirs.get_submodule(name.removeprefix("mlp.").removesuffix(".weight"))
+        pairs.append((name, gradients.pop(name), linear_layer.weight.grad))  # type: ignore[arg-type]
     assert not gradients
     for name, mine, want in pairs:
         # the same fp32 terms; sums over experts and tokens in another order
@@ -220,6 +244,7 @@ NEAR = 1e-12  # float64, sums in another order
 def test_cut_experts_are_the_whole_ones(tp_size: int) -> None:
     """Catches a router gradient of this rank's features only, with and without a cut sequence, and padding."""
     models = [model_of(), model_of(experts=7, top_k=3, size=27, norm_topk_prob=False)]
+    models.append(model_of(experts=6, routed_scaling_factor=1.3, **GROUPS, **SIGMOIDS))
     cases = [(m, routing, sp) for m in models for routing in ROUTINGS for sp in (False, True)]
     ranks = run_ranks(_on_rank, tp_size, tp_size, cases)
     for case, serial, *seen in zip(cases, _on_rank(0, 1, cases), *ranks, strict=True):
@@ -276,6 +301,7 @@ def test_stages_balance_by_what_a_token_costs() -> None:
 
 
 MOE = {"num_experts": 11, "num_experts_per_tok": 2, "moe_intermediate_size": 29, "mlp_only_layers": [1]}
+DEEPSEEK = MOE | SIGMOIDS | {"n_shared_experts": 2, "routed_scaling_factor": 1.5}
 LOSSES = {"sequence_loss": 0.3, "z_loss": 0.2}  # large: their gradients are a fifth of the whole
 # a micro-batch of one sequence is 10 rows for 11 experts: on every rank some are idle
 BASE = Case(model=MOE, micro_batch=1, sequence=5, steps=2, optimizer="sgd", learning_rate=0.1, router=LOSSES)
@@ -287,6 +313,8 @@ TRAININGS = [
     replace(BASE, pp=2, accumulation=2, schedule="zero-bubble"),
     replace(BASE, tp=2, micro_batch=2),
     replace(BASE, tp=2, micro_batch=2, sequence=6, sequence_parallel=True),
+    replace(BASE, tp=2, micro_batch=2, sequence=6, sequence_parallel=True, model=DEEPSEEK),
+    replace(BASE, pp=2, accumulation=2, sequence=6, recompute="selective", model=DEEPSEEK),
 ]
 
 
@@ -304,11 +332,16 @@ def _trained(rank: int, cases: list[Case]) -> list[dict[str, Any]]:
     return results
 
 
-def balance_losses(logits: Tensor, top_k: int) -> Tensor:
+def scores_of(logits: Tensor, scoring: str) -> Tensor:
+    """Scores with a sum of one."""
+    return logits.softmax(-1) if scoring == "softmax" else logits.sigmoid() / logits.sigmoid().sum(-1, keepdim=True)
+
+
+def balance_losses(logits: Tensor, top_k: int, scoring: str = "softmax") -> Tensor:
     """Both losses of one layer by their formulas, a sequence and an expert at a time; `[batch, seq, experts]`."""
     of_sequences = []
     for sequence in logits:
-        scores = sequence.softmax(-1)
+        scores = scores_of(sequence, scoring)
         chosen = scores.topk(top_k, dim=-1).indices
         length, experts = sequence.shape
         balance = sum(
@@ -359,7 +392,7 @@ def solved(case: Case) -> tuple[dict[str, Tensor], dict[str, dict[str, float]]]:
         logits = nn.functional.linear(hidden, head).flatten(0, 1)
         loss = nn.functional.cross_entropy(logits, torch.from_numpy(batch.targets).flatten())
         for block, of_router in choices.items():
-            loss = loss + balance_losses(of_router, 2)
+            loss = loss + balance_losses(of_router, 2, config.model.scoring_func)
             seen.setdefault(block, []).append(of_router.detach().flatten(0, 1))
         optimizer.zero_grad()
         loss.backward()
@@ -367,7 +400,7 @@ def solved(case: Case) -> tuple[dict[str, Tensor], dict[str, dict[str, float]]]:
         optimizer.step()
     usage = {}
     for block, of_steps in seen.items():
-        scores = torch.cat(of_steps).softmax(-1)
+        scores = scores_of(torch.cat(of_steps), config.model.scoring_func)
         counts = scores.topk(2, dim=-1).indices.flatten().bincount(minlength=scores.shape[-1])
         entropy = -(scores * scores.log()).sum(-1).mean()
         dead, ratio = int((counts == 0).sum()), float(counts.max() / counts.double().mean())
@@ -380,9 +413,10 @@ def solved(case: Case) -> tuple[dict[str, Tensor], dict[str, dict[str, float]]]:
 def test_training_is_that_of_the_formulas_in_float64_on_every_layout() -> None:
     """ZeRO and the pipeline wait for a gradient of every parameter, also of idle experts. SGD, because AdamW would hide
     a wrong scale, of balance losses too: those are counted per micro-batch, replica or tensor-parallel rank."""
-    expected = {length: solved(replace(BASE, micro_batch=2, sequence=length)) for length in (5, 6)}
+    kinds = {(case.sequence, str(case.model)): case.model for case in TRAININGS}
+    expected = {kind: solved(replace(BASE, micro_batch=2, sequence=kind[0], model=kinds[kind])) for kind in kinds}
     for case, *ranks in zip(TRAININGS, *run_ranks(_trained, 2, TRAININGS), strict=True):
-        found, (want, usage) = assemble(ranks), expected[case.sequence]
+        found, (want, usage) = assemble(ranks), expected[case.sequence, str(case.model)]
         assert found.keys() == want.keys()
         for name, weight in want.items():
             # fp32 gradients of weights about 0.1, summed in another order, over two steps

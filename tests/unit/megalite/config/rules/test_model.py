@@ -36,6 +36,15 @@ BROKEN: list[tuple[dict[str, Any], list[str], dict[str, Any]]] = [
     ({"num_experts_per_tok": 4}, ["num_experts_per_tok", "num_experts is null"], {"num_experts": 8}),
     ({"norm_topk_prob": False}, ["norm_topk_prob", "num_experts is null"], {"norm_topk_prob": True}),
     ({"mlp_only_layers": [0]}, ["mlp_only_layers", "num_experts is null"], {"mlp_only_layers": []}),
+    (EXPERTS | {"n_group": 2}, ["num_experts 3", "n_group 2", "1 or 3 groups"], {"n_group": 1}),
+    (EXPERTS | {"topk_group": 2}, ["topk_group 2", "n_group 1", "at most 1"], {"topk_group": 1}),
+    (EXPERTS | {"n_group": 3}, ["tok 2", "the 1 experts", "topk_group of 2"], {"topk_group": 2}),
+    (
+        EXPERTS | {"n_group": 3, "topk_group": 2, "group_score": "top2_sum"},
+        ["group_score top2_sum", "two experts", "n_group 3", "max"],
+        {"group_score": "max"},
+    ),
+    ({"n_shared_experts": 1}, ["n_shared_experts", "num_experts is null"], {"n_shared_experts": 0}),
     (EXPERTS | {"gated_mlp": False}, ["gated_mlp false", "num_experts 3"], {"gated_mlp": True}),
     (EXPERTS | {"mlp_bias": True}, ["mlp_bias true", "num_experts 3"], {"num_experts": None}),
     (

@@ -31,6 +31,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "relu": {"gated_mlp": False, "hidden_act": "relu", "norm_placement": "post"},
     "scores": {"attention_dropout": 0.1},
     "experts": {"num_experts": 4, "moe_intermediate_size": 96},
+    "shared experts": {
+        **{"num_experts": 4, "moe_intermediate_size": 96, "n_shared_experts": 2, "scoring_func": "sigmoid"},
+        **{"e_score_correction_bias": True, "n_group": 2, "topk_group": 1},
+    },
 }
 MODES: tuple[Recompute, ...] = ("none", "selective", "full")
 
