@@ -21,6 +21,7 @@ AXES = {
     "dp": "data parallelism",
     "cp": "context parallelism",
     "cp_kind": "the kind of context parallelism",
+    "ep": "expert parallelism",
     "zero": "ZeRO sharding",
     "sequence_parallel": "sequence parallelism",
     "recompute": "recomputation",
@@ -31,13 +32,14 @@ AXES = {
 }
 OFF_FIRST = (
     *("compile", "chunks", "schedule", "recompute", "accumulation"),
-    *("zero", "sequence_parallel", "cp_kind", "cp", "pp", "dp", "tp"),
+    *("zero", "sequence_parallel", "ep", "cp_kind", "cp", "pp", "dp", "tp"),
 )
 OF_16_BITS = 0.03  # an error of fewer than eight roundings to bf16, which are 0.004 each
 NEEDS = {  # axis -> axes without which it has no effect
     "sequence_parallel": {"tp"},
     "zero": {"dp"},
     "cp_kind": {"cp"},
+    "ep": {"dp", "cp"},
     "schedule": {"pp", "accumulation"},
     "chunks": {"pp", "accumulation", "schedule"},
 }
@@ -200,7 +202,7 @@ def _factor(result: LayoutResult) -> list[str]:
         for failure in result.failures:
             if failure.quantity.kind == kind and (ratio := failure.ratio) is not None:
                 factor = round(max(ratio, 1 / ratio))
-                axes = ("tp", "pp", "dp", "cp", "accumulation")
+                axes = ("tp", "pp", "dp", "cp", "ep", "accumulation")
                 sizes = " or ".join(axis for axis in axes if getattr(result.layout, axis) == factor)
                 hint = f", which is the size of {sizes}" if sizes else ""
                 times, cause = (

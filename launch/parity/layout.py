@@ -35,6 +35,7 @@ class ParityLayout:
     compile: str = "auto"  # or blocks, or none
     cp: int = 1
     cp_kind: str = "auto"  # or all_gather, or ulysses
+    ep: int = 1
 
     @property
     def pieces(self) -> int:
@@ -57,8 +58,11 @@ class ParityLayout:
 
     def without(self, *axes: str) -> ParityLayout:
         """Returns the layout with these axes off, and with them what needs them: without tensor parallelism there is no
-        sequence parallelism, and a schedule needs stages and enough micro-batches."""
+        sequence parallelism, without replicas no expert parallelism, and a schedule needs stages and enough
+        micro-batches."""
         off = replace(self, **{axis: _OFF[axis] for axis in axes})
+        if off.dp * off.cp % off.ep:
+            off = replace(off, ep=1)
         if off.pp == 1 or "schedule" in axes or not off.allows(off.accumulation):
             off = replace(off, schedule=_DEFAULTS["schedule"], chunks=_DEFAULTS["chunks"])
         if off.pp != self.pp and "/" in off.recompute:
@@ -81,6 +85,7 @@ class ParityLayout:
             "data_parallel_size": self.dp,
             "context_parallel_size": self.cp,
             "context_parallel_kind": self.cp_kind,
+            "expert_parallel_size": self.ep,
             "sequence_parallel": self.sequence_parallel,
             "zero_stage": self.zero,
             "pipeline_schedule": self.schedule,
@@ -125,6 +130,7 @@ def layout_of(config: Config, world_size: int) -> ParityLayout:
         pp=resolved.pipeline_parallel_size,
         dp=resolved.data_parallel_size,
         cp=resolved.context_parallel_size,
+        ep=resolved.expert_parallel_size,
         zero=resolved.zero_stage,
         sequence_parallel=config.parallel.sequence_parallel,
         recompute=recompute_in_short(config.recompute.mode),
@@ -220,14 +226,16 @@ AUTO = (
 )
 """Axes one at a time or nearly so, then together; the config's own layout is run in addition."""
 
+AUTO_OF_EXPERTS = (ParityLayout(dp=2, ep=2, accumulation=2), ParityLayout(tp=2, dp=2, zero=2, ep=2))
+
 MOST_ACCUMULATION = 4  # in the config's own layout, or as few more as its schedule takes: others repeat these
 
 
-def auto_layouts(own: ParityLayout, most: int) -> tuple[list[ParityLayout], list[str]]:
+def auto_layouts(own: ParityLayout, most: int, has_experts: bool = False) -> tuple[list[ParityLayout], list[str]]:
     """Returns the config's own layout and those of `AUTO` that fit on `most` ranks, and the reasons for omissions."""
     fewer = range(min(own.accumulation, MOST_ACCUMULATION), own.accumulation)
     own = replace(own, accumulation=next(filter(own.allows, fewer), own.accumulation))
-    layouts = list(dict.fromkeys((own, *AUTO)))
+    layouts = list(dict.fromkeys((own, *AUTO, *(AUTO_OF_EXPERTS if has_experts else ()))))
     too_large = [
         f"{layout}: needs {layout.world_size} ranks, {most} fit here" for layout in layouts if layout.world_size > most
     ]

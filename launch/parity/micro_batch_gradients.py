@@ -71,7 +71,7 @@ class MicroBatchGradients:
         both = self._both(parameter)
         if getattr(parameter, "is_summed_at_step", False):
             dist.all_reduce(both, group=self._engine.tensor_parallel_group())
-        dist.all_reduce(both, group=self._engine.data_parallel_group())
+        dist.all_reduce(both, group=self._engine.replicas_of(parameter))
         scale = loss_scale(self._engine)
         total, size = both / (self._engine.mesh.replicas * scale)
         return ((mean.double() - total).abs() / (size + self._smallest / scale)).nan_to_num(nan=torch.inf)

@@ -6,6 +6,7 @@ In: a `ModelConfig`, the layouts, the sequence length. Out: a `ModelConfig`, and
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ def small_model(
     for part in (
         _fewer_layers(model, max(MOST_LAYERS, *(layout.pieces for layout in layouts))),
         _smaller_widths(model, {layout.tp for layout in layouts}),
-        _fewer_experts(model),
+        _fewer_experts(model, math.lcm(*(layout.ep for layout in layouts))),
         _within_reach(model, sequence_length),
         {"vocab_size": model.vocab_size if model.vocab_size <= MOST_VOCABULARY else PRIME_VOCABULARY},
     ):
@@ -107,12 +108,14 @@ def _fewer_kv_heads(model: ModelConfig, tensor_parallel_sizes: set[int]) -> int:
     return kv_heads
 
 
-def _fewer_experts(model: ModelConfig) -> dict[str, Any]:
-    """Keeps the fraction of experts per token, but at least two if there were two, whose weights are then learned."""
-    if model.num_experts is None or model.num_experts <= MOST_EXPERTS:
+def _fewer_experts(model: ModelConfig, ranks: int) -> dict[str, Any]:
+    """Keeps the fraction of experts per token, but at least two if there were two, whose weights are then learned; and
+    as many experts for each of the expert-parallel `ranks`."""
+    fewer = -(-MOST_EXPERTS // ranks) * ranks
+    if model.num_experts is None or model.num_experts <= fewer:
         return {}
-    part = round(model.num_experts_per_tok * MOST_EXPERTS / model.num_experts)
-    return {"num_experts": MOST_EXPERTS, "num_experts_per_tok": max(min(2, model.num_experts_per_tok), part)}
+    part = round(model.num_experts_per_tok * fewer / model.num_experts)
+    return {"num_experts": fewer, "num_experts_per_tok": max(min(2, model.num_experts_per_tok), part)}
 
 
 def _within_reach(model: ModelConfig, sequence_length: int) -> dict[str, Any]:

@@ -86,7 +86,7 @@ def make_plan(
     is_auto = layouts.strip().lower() == "auto"
     own = layout_of(config, wanted_world_size(config, gpus or None))
     if is_auto and not deep:
-        wanted, too_large = auto_layouts(own, most)
+        wanted, too_large = auto_layouts(own, most, config.model.num_experts is not None)
     else:
         wanted = [own] if is_auto else parse_layouts(layouts)
         if larger := [layout for layout in wanted if layout.world_size > most]:

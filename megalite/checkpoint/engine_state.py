@@ -89,12 +89,12 @@ def _own_pieces(engine: Engine) -> Iterator[tuple[nn.Parameter, list[RangePiece]
 
 def _own_range(engine: Engine, parameter: nn.Parameter) -> tuple[int, int]:
     """Returns the range of the flattened local parameter that this rank contributes: what its optimizer updates, and
-    an equal part of a frozen parameter, which every replica holds whole."""
+    an equal part of a frozen parameter, which every replica holds whole, of dealt experts every one that has these."""
     if parameter.requires_grad:
         return own_range(parameter)
-    size = parameter.numel()
-    length = -(-size // engine.mesh.replicas)
-    start = min(size, length * engine.coordinate.replica)
+    size, sharing = parameter.numel(), parameter.shard.expert_parallel_size  # type: ignore[attr-defined]
+    length = -(-size * sharing // engine.mesh.replicas)
+    start = min(size, length * (engine.coordinate.replica // sharing))
     return start, min(size, start + length)
 
 

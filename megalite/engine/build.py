@@ -32,8 +32,6 @@ def build_engine(
     refuses a value of the section `deepspeed`.
     """
     _check_float8(config)
-    if layout.expert_parallel_size > 1:
-        raise ConfigError("parallel.expert_parallel_size is not trained with yet: use 1")
     mesh = Mesh.of(layout)
     kind = PipelinedEngine if mesh.pipeline_parallel_size > 1 else PlainEngine
     try:

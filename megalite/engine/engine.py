@@ -64,7 +64,7 @@ class Engine(ABC):
         self._make = LayerMaker(config, layout, self._grid)
         peers = activity.peers
         # ZeRO-3 gathers weights on the way
-        self._compute_peers = peers.stage if layout.zero_stage == 3 else peers.layer
+        self._compute_peers = peers.stage if layout.zero_stage == 3 else tuple(sorted({*peers.layer, *peers.experts}))
         self.tied_weight: TiedWeight | None = None  # whose copy another rank holds, or the copy
         self.deepspeed: Any
         self.torch_optimizer: torch.optim.Optimizer
@@ -175,6 +175,11 @@ class Engine(ABC):
     def data_parallel_group(self, *, of_experts: bool = False) -> dist.ProcessGroup:
         """Returns the group of the ranks that hold what this one holds: the same weights, or the same dealt experts."""
         return self._grid.same_experts_group if of_experts else self._grid.get_data_parallel_group()
+
+    def replicas_of(self, parameter: torch.nn.Parameter) -> dist.ProcessGroup:
+        """Returns the group of the ranks that hold what this one holds of a parameter: of experts not all replicas."""
+        is_dealt = parameter.shard.is_dealt  # type: ignore[attr-defined]
+        return self._grid.same_experts_group if is_dealt else self.data_parallel_group()
 
     def tensor_parallel_group(self) -> dist.ProcessGroup | None:
         """Returns the group of the ranks that share this one's layers and samples; None if this one does alone."""

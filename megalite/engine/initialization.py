@@ -15,7 +15,12 @@ from deepspeed.accelerator import get_accelerator
 from megalite.config import Config, ResolvedLayout
 from megalite.engine.compilation import compile_blocks
 from megalite.engine.deepspeed.config import deepspeed_config
-from megalite.engine.deepspeed.internals import accept_fp16_on_cpus, share_fp32_weights
+from megalite.engine.deepspeed.internals import (
+    accept_fp16_on_cpus,
+    dealt_groups_cut_over,
+    keep_apart,
+    share_fp32_weights,
+)
 from megalite.engine.deepspeed.process_groups import Grid, group_timeout
 from megalite.engine.optimizers.build import build_optimizer
 from megalite.engine.optimizers.cpu_adam import BUILD_LIMIT, why_no_cpu_adam
@@ -66,6 +71,8 @@ def initialize(
     for _, parameter in named_shards(model):
         # the norm counts an unmarked parameter on tensor-parallel rank 0 only, a marked one on every rank
         parameter.tensor_model_parallel = not parameter.shard.is_replicated  # type: ignore[attr-defined]
+        if parameter.shard.is_dealt:  # type: ignore[attr-defined]
+            keep_apart(parameter)
     optimizer = build_optimizer(
         [parameter for parameter in model.parameters() if parameter.requires_grad],
         config.optimizer,
@@ -75,7 +82,8 @@ def initialize(
     options = deepspeed_config(config, layout)
     if config.precision.dtype == "fp16":
         accept_fp16_on_cpus()
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, mpu=grid, config=options)
+    with dealt_groups_cut_over(grid.same_experts_group):
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, mpu=grid, config=options)
     share_fp32_weights(engine.optimizer)
     return engine, optimizer
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import deepspeed
 import torch
+import torch.distributed as dist
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.utils import (
     safe_get_full_fp32_param,
@@ -33,6 +34,7 @@ from megalite.engine.deepspeed.step import current_loss_scale, flat_partitions
 from megalite.engine.engine import Engine
 from megalite.engine.optimizers.adamw import CompactAdamW
 from megalite.engine.optimizers.build import MOMENTS
+from megalite.engine.reduction.gradient_reduction import GradientReducer
 
 
 def moment_names(engine: Engine) -> tuple[str, ...]:
@@ -118,8 +120,23 @@ def read_gradients(engine: Engine) -> Iterator[tuple[nn.Parameter, Tensor]]:
     The gradient is whole (this rank's `Shard`), fp32, averaged over the global batch, neither scaled nor clipped.
     """
     scale = loss_scale(engine)
-    for parameter, gradient in engine.reducer.whole_gradients():
+    for parameter, gradient in whole_gradients(engine.reducer):
         yield parameter, gradient / scale
+
+
+def whole_gradients(reducer: GradientReducer) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Yields each parameter and its whole mean gradient, fp32, in the parameter's shape; collective, behind the
+    reducer's `finish`. For tests and reports: one all-reduce per parameter."""
+    own = {parameter: (start, part) for parameter, start, part in reducer.own_parts()}
+    for bucket in reducer.buckets:
+        for one in bucket.slices:
+            whole = torch.zeros(one.shape.numel(), device=reducer.device)
+            if one.parameter in own:
+                start, part = own[one.parameter]
+                whole[start : start + len(part)] = part
+            if bucket.replicas.size > 1:
+                dist.all_reduce(whole, group=bucket.replicas.group)
+            yield one.parameter, whole.view(one.shape)
 
 
 def loss_scale(engine: Engine) -> float:

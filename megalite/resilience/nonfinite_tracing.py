@@ -95,13 +95,13 @@ class FaultCandidate:
 def gradient_norms(engine: Engine) -> list[tuple[str, float]]:
     """Returns the 2-norm of each gradient by canonical path, NaN if not finite; collective, in `StepGate.examine`.
 
-    Of copies on replicas and tensor-parallel ranks only the first rank reports.
+    Of copies on replicas and tensor-parallel ranks only the first rank reports, of dealt experts the first of each.
     """
     at = engine.coordinate
     names, norms = [], []
     for parameter, gradient in read_gradients(engine):
         shard = parameter.shard  # type: ignore[attr-defined]
-        if at.replica == 0 and not (shard.is_replicated and at.tensor_rank):
+        if at.replica < shard.expert_parallel_size and not (shard.is_replicated and at.tensor_rank):
             names.append(shard.name)
             norms.append(torch.linalg.vector_norm(gradient))
     return _named_norms(names, torch.stack(norms).tolist() if norms else [])

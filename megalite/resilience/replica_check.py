@@ -157,16 +157,19 @@ def _copies(engine: Engine, moment: int) -> list[_ReplicaCopy]:
             copies.append(_ReplicaCopy(key, bit_hash(numbers).to(engine.deepspeed.device), groups))
 
     at, tensor_ranks = engine.coordinate, engine.deepspeed.module.tensor_parallel
-    replicas = (engine.data_parallel_group(),) if engine.mesh.replicas > 1 else ()
+    mesh, replicas = engine.mesh, (engine.data_parallel_group(),) if engine.mesh.replicas > 1 else ()
     tied = engine.tied_weight
     for name, parameter in engine.parameters():
         alike = (tensor_ranks.group,) if parameter.shard.is_replicated and tensor_ranks.size > 1 else ()  # type: ignore[attr-defined]
         tensor_rank = ALL if alike else at.tensor_rank
-        is_whole = is_whole_here(parameter)
+        is_whole, whole_on, data_rank = is_whole_here(parameter), replicas, ALL
+        if parameter.shard.is_dealt:  # type: ignore[attr-defined]
+            whole_on = (engine.replicas_of(parameter),) if mesh.copies_of_experts > 1 else ()
+            data_rank = at.replica % mesh.expert_parallel_size
         with_copy = (tied.group,) if tied is not None and tied.weight is parameter else ()
-        groups = (*(replicas if is_whole else ()), *alike, *with_copy)
-        data_rank = ALL if is_whole else at.replica
-        add(_Key(moment, name, False, tensor_rank, data_rank), resident_weights(parameter), groups)
+        groups = (*(whole_on if is_whole else ()), *alike, *with_copy)
+        held_by = data_rank if is_whole else at.replica
+        add(_Key(moment, name, False, tensor_rank, held_by), resident_weights(parameter), groups)
         if alike and (fragment := fp32_fragment(parameter)) is not None:
             add(_Key(moment, name, True, tensor_rank, at.replica), fragment, alike)
     if engine.expert_bias is not None:
@@ -185,7 +188,10 @@ def _compare(engine: Engine, copies: list[_ReplicaCopy]) -> list[Disagreement]:
     module = engine.deepspeed.module
     tied = () if engine.tied_weight is None else (engine.tied_weight.group,)
     # the same order on all ranks, so that no two of them wait for each other
-    for group in (engine.data_parallel_group(), module.tensor_parallel.group, *tied):
+    same_experts = {engine.replicas_of(parameter) for _, parameter in engine.parameters()} - {
+        engine.data_parallel_group()
+    }
+    for group in (engine.data_parallel_group(), *same_experts, module.tensor_parallel.group, *tied):
         members = [index for index, copy in enumerate(copies) if group in copy.groups]
         if members:
             differs[members] |= _differs(hashes[members], group)

@@ -309,7 +309,7 @@ def first_bucket_is_not_reduced() -> None:
         start(self, bucket)
         self._size = size
         if is_first:
-            bucket.partition = self._own(bucket.partition)
+            bucket.partition = bucket.own(bucket.partition)
 
     GradientReducer._start = start_alone  # type: ignore[method-assign]
 
@@ -319,7 +319,7 @@ def norm_of_the_first_partition() -> None:
     original = PartitionedStep._measure_norms
 
     def gradient_norm(self: Any) -> Tensor:
-        buckets = self.reducer._buckets
+        buckets = self.reducer.buckets
         own = [bucket.partition for bucket in buckets]
         for bucket in buckets:
             bucket.partition = bucket.sums[: len(bucket.partition)]

@@ -62,6 +62,7 @@ class Case:
     zero_options: dict[str, Any] | None = None  # of deepspeed.zero_optimization; None: as below
     cp: int = 1
     cp_kind: str = "auto"
+    ep: int = 1
 
     @property
     def world_size(self) -> int:
@@ -93,6 +94,7 @@ class Case:
                     "data_parallel_size": self.dp,
                     "context_parallel_size": self.cp,
                     "context_parallel_kind": self.cp_kind,
+                    "expert_parallel_size": self.ep,
                     "sequence_parallel": self.sequence_parallel,
                     "zero_stage": self.zero,
                     "pipeline_schedule": self.schedule,

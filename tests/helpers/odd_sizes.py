@@ -25,6 +25,15 @@ MODEL = ODD_SIZES | {"num_hidden_layers": 5, "num_key_value_heads": 2}
 
 DEEP = {"num_hidden_layers": 9, "hidden_size": 24, "intermediate_size": 53}
 
+EXPERTS = {  # the first of two stages has none
+    "model_type": "qwen3_moe",
+    "query_key_norm": "per_head",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 29,
+    "mlp_only_layers": [0, 1, 2],
+}
+
 Case = tuple[ParityLayout, bool]  # a layout, and whether the head is tied to the embedding
 TIED = False, True
 
@@ -54,13 +63,19 @@ def _is_legal(layout: ParityLayout, most: int, layers: int) -> bool:
         and not (layout.pp == 1 and layout.schedule != "1f1b")
         and not (layout.pp > 1 and layout.zero == 3 and layout.schedule in SPLITS_BACKWARD)
         and not (layout.sequence_parallel and layout.tp == 1)
+        and not (layout.dp * layout.cp % layout.ep or (layout.ep > 1 and layout.zero == 3))
     )
 
 
 def legal_cases(layouts: Iterable[ParityLayout]) -> list[Case]:
-    """The layouts with a tied head and without; under ZeRO-3 stages cannot share a weight."""
+    """The layouts with a tied head and without; under ZeRO-3 stages cannot share a weight, and experts are in a model
+    of their own, without one."""
     cases = itertools.product(layouts, TIED)
-    return [(layout, tied) for layout, tied in cases if not (tied and layout.pp > 1 and layout.zero == 3)]
+    return [
+        (layout, tied)
+        for layout, tied in cases
+        if not (tied and (layout.ep > 1 or (layout.pp > 1 and layout.zero == 3)))
+    ]
 
 
 def covering(cases: Sequence[Case]) -> list[Case]:
@@ -104,11 +119,12 @@ def _is_small(layout: ParityLayout) -> bool:
 
 
 SHARED_BY_TWO: list[dict[str, Any]] = [{"cp": 2, "cp_kind": kind} for kind in get_args(ContextParallelKind)]
+DEALT_TO_TWO = [shared | {"ep": 2} for shared in ({}, *SHARED_BY_TWO)]
 LAYOUTS = legal_layouts(sizes=(1, 2, 4), replicas=(1, 2, 3), accumulations=(1, 4), most=8)
 SMALL_LAYOUTS = [
     layout
     for layout in legal_layouts(
-        sizes=(1, 2), replicas=(1, 2, 3), accumulations=(1, 2, 4), most=6, context=({}, *SHARED_BY_TWO)
+        sizes=(1, 2), replicas=(1, 2, 3), accumulations=(1, 2, 4), most=6, context=({}, *SHARED_BY_TWO, *DEALT_TO_TWO)
     )
     if _is_small(layout)
 ]
@@ -129,14 +145,16 @@ class Family:
     tp4: bool  # one key/value head, so that four ranks share it
     sequence_parallel: bool  # a sequence that can be cut
     deep: bool  # layers for four stages of two chunks
+    experts: bool = False
 
     @classmethod
     def of(cls, layout: ParityLayout, tied: bool) -> Family:
-        return cls(tied, layout.tp == 4, layout.sequence_parallel, layout.pieces > MODEL["num_hidden_layers"])
+        is_deep = layout.pieces > MODEL["num_hidden_layers"]
+        return cls(tied, layout.tp == 4, layout.sequence_parallel, is_deep, layout.ep > 1)
 
     def problem(self) -> ParityProblem:
         model = {"tie_word_embeddings": self.tied, "num_key_value_heads": 1 if self.tp4 else 2}
-        layouts, sizes = (DEEP_LAYOUTS, DEEP) if self.deep else (LAYOUTS, {})
+        layouts, sizes = (DEEP_LAYOUTS, DEEP) if self.deep else (LAYOUTS, EXPERTS if self.experts else {})
         return problem(layouts, model=model | sizes, sequence=36 if self.sequence_parallel else 33)
 
 

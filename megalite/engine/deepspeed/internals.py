@@ -10,6 +10,8 @@ from __future__ import annotations
 import importlib
 import logging
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
@@ -162,11 +164,12 @@ def accept_fp16_on_cpus() -> None:
 
 
 class FlatGroup(NamedTuple):
-    """One group of ZeRO-1 or ZeRO-2: its parameters are views of one flat tensor, cut evenly over the replicas."""
+    """One group of ZeRO-1 or ZeRO-2: its parameters are views of one flat tensor, cut evenly over `replicas`."""
 
     parameters: list[torch.nn.Parameter]
     weights: torch.Tensor  # flat, with padding at its end
-    gradients: torch.Tensor | None  # BF16_Optimizer's fp32 sums, as long as `weights` and always there
+    replicas: torch.distributed.ProcessGroup  # that hold them
+    gradients: torch.Tensor | None = None  # BF16_Optimizer's fp32 sums, as long as `weights` and always there
 
     def start(self, parameter: torch.Tensor) -> int:
         """Returns the index of a parameter's first element in the flat tensor."""
@@ -175,11 +178,45 @@ class FlatGroup(NamedTuple):
 
 def flat_groups(optimizer: Any) -> list[FlatGroup]:
     """Returns the parameter groups of ZeRO-1 and ZeRO-2, in the order of the torch optimizer's."""
+    replicas = optimizer.real_dp_process_group
     if isinstance(optimizer, bf16_optimizer.BF16_Optimizer):
-        rows = zip(optimizer.bf16_groups, optimizer.bf16_groups_flat, optimizer.fp32_groups_gradients_flat, strict=True)
+        gradients = optimizer.fp32_groups_gradients_flat
+        rows = zip(optimizer.bf16_groups, optimizer.bf16_groups_flat, replicas, gradients, strict=True)
         return [FlatGroup(*row) for row in rows]
-    groups = zip(optimizer.bit16_groups, optimizer.bit16_groups_flat, strict=True)
-    return [FlatGroup(*row, None) for row in groups]
+    return [FlatGroup(*row) for row in zip(optimizer.bit16_groups, optimizer.bit16_groups_flat, replicas, strict=True)]
+
+
+@contextmanager
+def dealt_groups_cut_over(replicas: Any) -> Iterator[None]:
+    """Makes the optimizers of ZeRO-1 and ZeRO-2 that are built in the `with` cut parameter groups that say `is_dealt`
+    over the process group `replicas`, and the others over all replicas.
+
+    Both keep a process group for each parameter group, which DeepSpeed's own layers of experts may change, in a list
+    that they set before they cut anything (runtime/zero/stage_1_and_2.py, runtime/bf16_optimizer.py).
+    """
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    name, kinds = "real_dp_process_group", (DeepSpeedZeroOptimizer, bf16_optimizer.BF16_Optimizer)
+
+    def keep(optimizer: Any, usual: list[Any]) -> None:
+        is_dealt = [group.get("is_dealt") for group in optimizer.optimizer.param_groups]
+        vars(optimizer)[name] = [replicas if dealt else each for dealt, each in zip(is_dealt, usual, strict=True)]
+
+    for kind in kinds:
+        setattr(kind, name, property(lambda optimizer: vars(optimizer)[name], keep))
+    try:
+        yield
+    finally:
+        for kind in kinds:
+            delattr(kind, name)
+
+
+def keep_apart(parameter: torch.nn.Parameter) -> None:
+    """Keeps DeepSpeed's engine from making a parameter equal on all replicas, which hold other numbers of it.
+
+    `_broadcast_model` (runtime/engine.py) leaves out those of OptimizedLinear, which it knows by this attribute.
+    """
+    parameter.ds_optim_param = True  # type: ignore[attr-defined]
 
 
 def take_over_reduction(engine: Any) -> None:

@@ -39,7 +39,8 @@ def build_optimizer(
     """Builds the optimizer: matrices decay, vectors (norms and biases) do not.
 
     There is a group for each bucket of gradients, of at most `bucket_size` numbers: ZeRO cuts each group into one
-    partition per replica, so that the group's gradients can be reduce-scattered together.
+    partition per replica, so that the group's gradients can be reduce-scattered together. Experts that are dealt over
+    replicas have groups of their own, which say `is_dealt`: fewer replicas hold them.
 
     `has_cpu_adam`: the parameters it will update are on the host, and DeepSpeed's Adam for the CPU is usable.
     """
@@ -55,7 +56,10 @@ def build_optimizer(
         (vectors, {"weight_decay": 0.0}),
     )
     groups: list[dict[str, Any]] = [
-        {"params": bucket, **values} for alike, values in kinds if alike for bucket in _buckets(alike, bucket_size)
+        {"params": bucket, "is_dealt": is_dealt, **values}
+        for alike, values in kinds
+        for is_dealt in (False, True)
+        for bucket in _buckets([p for p in alike if p.shard.is_dealt == is_dealt], bucket_size)  # type: ignore[attr-defined]
     ]
     if options.name == "sgd":
         return torch.optim.SGD(groups, lr=options.learning_rate, fused=True)

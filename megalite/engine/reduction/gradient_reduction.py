@@ -8,7 +8,8 @@ Who calls backward, and in what order, is not known here: gradients that come ah
 earlier one. No DeepSpeed. On a GPU linear layers have their GEMM add to the flat sum instead (`add_product`).
 
 Each bucket is reduce-scattered in place: rank r keeps elements [r * P, (r + 1) * P) of its R * P ones; why is told in
-docs/design.md, Gradients of replicas. gloo has no reduce-scatter, and torch runs an all-reduce of a copy there.
+docs/design.md, Gradients of replicas. One of dealt experts is summed over the replicas that hold these, and divided by
+the number of all. gloo has no reduce-scatter, and torch runs an all-reduce of a copy there.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megalite.parallel.collectives import REDUCE_SCATTER
+from megalite.parallel.collectives import REDUCE_SCATTER, RankGroup
 from megalite.parallel.gradient_accumulation_fusion import add_product
 from megalite.tracing.activity import Activity, Operation
 
@@ -65,6 +66,7 @@ class Bucket:
     slices: list[BucketSlice]
     size: int  # elements of the flat tensor, padding included; a multiple of the number of replicas
     dtype: torch.dtype  # of the sum over micro-batches
+    replicas: RankGroup  # that hold its parameters
     kept: Tensor | None = None  # a flat tensor that outlives the step; else there is one during a step
     sums: Tensor | None = None
     missing: int = 0  # gradients that are still to come before it is reduced
@@ -87,13 +89,17 @@ class Bucket:
                 self.sums[end:start].zero_()
         return self.sums
 
-    def by_rank(self, sums: Tensor, replicas: int) -> Tensor:
+    def by_rank(self, sums: Tensor) -> Tensor:
         """Returns the flat sum with each replica's part in one piece."""
         return sums
 
-    def parts_of(self, rank: int, replicas: int) -> Iterator[tuple[BucketSlice, int, int, int]]:
-        """Yields slices of which a replica owns a part, its range in the slice, and its start in all that is owned."""
-        length = self.size // replicas
+    def own(self, flat: Tensor) -> Tensor:
+        """Returns this rank's part of a tensor that is in the order of `by_rank`."""
+        return flat.chunk(self.replicas.size)[self.replicas.rank]
+
+    def own_parts(self) -> Iterator[tuple[BucketSlice, int, int, int]]:
+        """Yields slices of which this rank owns a part, its range in the slice, and its start in all that is owned."""
+        rank, length = self.replicas.rank, self.size // self.replicas.size
         for one in self.slices:
             start, stop = max(one.start, rank * length), min(one.stop, (rank + 1) * length)
             if start < stop:
@@ -113,18 +119,18 @@ class GradientReducer:
         self,
         buckets: Sequence[Bucket],
         parameters: Iterable[nn.Parameter],
-        group: dist.ProcessGroup,
+        replicas: int,
         wire_dtype: torch.dtype,
         activity: Activity,
         tensor_group: dist.ProcessGroup | None = None,
         *,
         in_rounds: bool = False,
     ) -> None:
-        """`parameters` are those of all buckets in the order in which forward uses them; `wire_dtype` is the format in
-        which replicas sum. In `tensor_group` those are summed that say `is_summed_at_step`. `in_rounds`: as ZeRO-2."""
-        self._buckets, self._group, self._wire_dtype, self._activity = buckets, group, wire_dtype, activity
+        """`parameters` are those of all buckets in the order in which forward uses them. The mean is taken over
+        `replicas`, which sum in `wire_dtype`. In `tensor_group` those are summed that say `is_summed_at_step`.
+        `in_rounds`: as ZeRO-2."""
+        self.buckets, self._size, self._wire_dtype, self._activity = buckets, replicas, wire_dtype, activity
         self._tensor_group = tensor_group
-        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         positions = {parameter: position for position, parameter in enumerate(parameters)}
         self._place = {one.parameter: (bucket, one) for bucket in buckets for one in bucket.slices}
         assert self._place.keys() == positions.keys(), "buckets and parameters are not the same"
@@ -152,7 +158,7 @@ class GradientReducer:
         """Begins a step in which each parameter gets a gradient from each of `micro_batches` backward passes."""
         self.release()
         self._started, self._rounds = 0, micro_batches if self._in_rounds else 1
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             for one in bucket.slices:
                 one.expected, one.received = micro_batches + one.from_elsewhere, 0
             self._begin_round(bucket, 1)
@@ -197,7 +203,7 @@ class GradientReducer:
         """Returns the place of a gradient that has come. Raises RuntimeError if none is expected."""
         bucket, one = self._place[parameter]  # type: ignore[index]
         # one too many may come while its bucket waits, and would stand for one of another parameter that never comes
-        if one.received == one.expected or self._started == self._rounds * len(self._buckets):
+        if one.received == one.expected or self._started == self._rounds * len(self.buckets):
             raise RuntimeError(
                 f"a gradient of {one} came after its bucket was reduced, or is one too many: it is the parameter's "
                 f"number {one.received + 1} of this step, for which `begin` and `expect_more` have announced "
@@ -233,9 +239,9 @@ class GradientReducer:
         with reducing, nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             if self._in_rounds:  # one flat sum at a time is on the wire, beside that which backward fills
                 self._settle_pending()
-            bucket.on_wire = bucket.by_rank(sums, self._size).to(self._wire_dtype)
-            own = self._own(bucket.on_wire)
-            bucket.work = getattr(dist, REDUCE_SCATTER)(own, bucket.on_wire, group=self._group, async_op=True)
+            bucket.on_wire = bucket.by_rank(sums).to(self._wire_dtype)
+            own, group = bucket.own(bucket.on_wire), bucket.replicas.group
+            bucket.work = getattr(dist, REDUCE_SCATTER)(own, bucket.on_wire, group=group, async_op=True)
             self._pending.append(bucket)
             if self._stream is not None:
                 self._settle_pending()
@@ -249,13 +255,13 @@ class GradientReducer:
         for bucket in self._pending:
             assert bucket.work is not None and bucket.on_wire is not None
             bucket.work.wait()
-            own = self._own(bucket.on_wire)
+            own = bucket.own(bucket.on_wire)
             if bucket.partition is not None:
                 bucket.partition.add_(own)
             elif self._in_rounds or bucket.dtype != torch.float32:
                 bucket.partition = own.to(torch.float32, copy=True)
             else:  # the flat sum is there until the next step, so that no more memory is needed
-                bucket.partition = self._own(bucket.open(self.device))
+                bucket.partition = bucket.own(bucket.open(self.device))
                 if bucket.on_wire is not bucket.sums:
                     bucket.partition.copy_(own)
             bucket.work = bucket.on_wire = None
@@ -265,7 +271,7 @@ class GradientReducer:
         """Waits for all reductions: on CUDA the current stream does, not the host. Raises RuntimeError if a gradient of
         this step never came, which their sum would pass over in silence."""
         if self._started < self._rounds * len(self._order):
-            few = [one for bucket in self._buckets for one in bucket.slices if one.received < one.expected]
+            few = [one for bucket in self.buckets for one in bucket.slices if one.received < one.expected]
             raise RuntimeError(
                 f"gradients of {len(few)} parameters never came in this step, first that of {few[0]}: backward brought "
                 f"{few[0].received} of the {few[0].expected} that `begin` and `expect_more` have announced; the step "
@@ -296,36 +302,19 @@ class GradientReducer:
     @property
     def partitions(self) -> list[Tensor]:
         """This rank's part of the mean of each bucket, flat and fp32, in the order of the buckets; after `finish`."""
-        found = [bucket.partition for bucket in self._buckets if bucket.partition is not None]
-        assert len(found) == len(self._buckets), "gradients are read before `finish`"
+        found = [bucket.partition for bucket in self.buckets if bucket.partition is not None]
+        assert len(found) == len(self.buckets), "gradients are read before `finish`"
         return found
 
     def own_parts(self) -> Iterator[tuple[nn.Parameter, int, Tensor]]:
         """Yields the parameters of which this rank holds reduced gradients, the first element that it holds of each,
         and its part of the mean, flat: a view of `partitions`."""
-        for bucket, partition in zip(self._buckets, self.partitions, strict=True):
-            for one, start, stop, place in bucket.parts_of(self._rank, self._size):
+        for bucket, partition in zip(self.buckets, self.partitions, strict=True):
+            for one, start, stop, place in bucket.own_parts():
                 yield one.parameter, start, partition[place : place + stop - start]
-
-    def whole_gradients(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yields each parameter and its whole mean gradient, fp32, in the parameter's shape; collective, after
-        `finish`. For tests and reports: one all-reduce per parameter."""
-        own = {parameter: (start, part) for parameter, start, part in self.own_parts()}
-        for parameter, (_, one) in self._place.items():
-            whole = torch.zeros(one.shape.numel(), device=self.device)
-            if parameter in own:
-                start, part = own[parameter]
-                whole[start : start + len(part)] = part
-            if self._size > 1:
-                dist.all_reduce(whole, group=self._group)
-            yield parameter, whole.view(one.shape)
 
     def release(self) -> None:
         """Frees what a step leaves: its sums, unless their memory is kept, and the partitions."""
         self._pending.clear()
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             bucket.sums = bucket.partition = None
-
-    def _own(self, flat: Tensor) -> Tensor:
-        length = len(flat) // self._size
-        return flat[self._rank * length : (self._rank + 1) * length]

@@ -21,7 +21,7 @@ from megalite.engine.reduction.gradient_reduction import Bucket, BucketSlice, Gr
 from megalite.engine.reduction.partitioned_step import PartitionedStep
 from megalite.engine.stages import TORCH_DTYPES
 from megalite.engine.step_decision import StepDecision
-from megalite.parallel.collectives import TensorParallel
+from megalite.parallel.collectives import RankGroup, TensorParallel
 from megalite.tracing.activity import Activity
 
 
@@ -29,27 +29,31 @@ class ShardedBucket(Bucket):
     """A bucket of ZeRO-3: each replica owns an equal part of each slice with the padding behind it."""
 
     @classmethod
-    def of(cls, group: list[tuple[nn.Parameter, torch.Size, int]], dtype: torch.dtype, replicas: int) -> ShardedBucket:
+    def of(
+        cls, group: list[tuple[nn.Parameter, torch.Size, int]], dtype: torch.dtype, replicas: RankGroup
+    ) -> ShardedBucket:
         """Returns the bucket of one of `partitioned_groups`."""
         slices, size = list[BucketSlice](), 0
         for parameter, shape, owned in group:
             slices.append(BucketSlice(parameter, size, shape))
-            size += owned * replicas
-        return cls(slices, size, dtype)
+            size += owned * replicas.size
+        return cls(slices, size, dtype, replicas)
 
-    def _owned(self, replicas: int) -> list[int]:
+    def _owned(self) -> list[int]:
         starts = [*(one.start for one in self.slices), self.size]
-        return [(following - start) // replicas for start, following in pairwise(starts)]
+        return [(following - start) // self.replicas.size for start, following in pairwise(starts)]
 
-    def by_rank(self, sums: Tensor, replicas: int) -> Tensor:
-        lengths = [length * replicas for length in self._owned(replicas)]
+    def by_rank(self, sums: Tensor) -> Tensor:
+        replicas = self.replicas.size
+        lengths = [length * replicas for length in self._owned()]
         return torch.cat([piece.view(replicas, -1) for piece in sums.split(lengths)], dim=1).flatten()
 
-    def parts_of(self, rank: int, replicas: int) -> Iterator[tuple[BucketSlice, int, int, int]]:
-        for one, length in zip(self.slices, self._owned(replicas), strict=True):
-            start, stop = rank * length, min((rank + 1) * length, one.shape.numel())
+    def own_parts(self) -> Iterator[tuple[BucketSlice, int, int, int]]:
+        for one, length in zip(self.slices, self._owned(), strict=True):
+            start = self.replicas.rank * length
+            stop = min(start + length, one.shape.numel())
             if start < stop:
-                yield one, start, stop, one.start // replicas
+                yield one, start, stop, one.start // self.replicas.size
 
 
 class ShardedStep(PartitionedStep):
@@ -84,22 +88,28 @@ def take_over_step(
     optimizer, precision, zero_stage = engine.optimizer, config.precision, config.parallel.zero_stage
     take_over_reduction(engine)
     keep_loss_scale_on_device(engine)
-    replicas, dtype = optimizer.dp_process_group, TORCH_DTYPES[precision.gradient_accumulation_dtype]
+    replicas, dtype = _ranks_of(optimizer.dp_process_group), TORCH_DTYPES[precision.gradient_accumulation_dtype]
     if zero_stage == 3:
-        size = dist.get_world_size(replicas)
-        buckets: list[Bucket] = [ShardedBucket.of(group, dtype, size) for group in partitioned_groups(optimizer)]
+        buckets: list[Bucket] = [ShardedBucket.of(group, dtype, replicas) for group in partitioned_groups(optimizer)]
     else:
         buckets = [
             Bucket(
                 [BucketSlice(parameter, group.start(parameter), parameter.shape) for parameter in group.parameters],
                 len(group.weights),
                 dtype,
+                _ranks_of(group.replicas),
                 group.gradients,
             )
             for group in flat_groups(optimizer)
         ]
     wire_dtype = TORCH_DTYPES[precision.reduction_dtype]
-    reducer = GradientReducer(buckets, parameters, replicas, wire_dtype, activity, tp.group, in_rounds=zero_stage > 1)
+    reducer = GradientReducer(
+        buckets, parameters, replicas.size, wire_dtype, activity, tp.group, in_rounds=zero_stage > 1
+    )
     kind = ShardedStep if zero_stage == 3 else PartitionedStep
     step = optimizer.step = kind(optimizer, reducer, decision, config, tp.rank)
     return step
+
+
+def _ranks_of(group: dist.ProcessGroup) -> RankGroup:
+    return RankGroup(dist.get_world_size(group), dist.get_rank(group), group)

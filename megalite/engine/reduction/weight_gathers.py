@@ -22,15 +22,15 @@ from megalite.tracing.activity import Activity, Operation
 
 
 class WeightGathers(StepParticipant):
-    """Makes the weights of one rank whole, on the group of the gradients and in one order with them on all replicas."""
+    """Makes the weights of one rank whole, on the groups of gradients and in one order with them on all replicas."""
 
     def __init__(self, optimizer: Any, model: nn.Module, activity: Activity, used_at_once: Iterable[Tensor]) -> None:
         """optimizer: DeepSpeed's. `used_at_once` are weights that somebody reads before the next forward."""
-        self._group, self._activity, self._used_at_once = optimizer.dp_process_group, activity, list(used_at_once)
+        self._activity, self._used_at_once = activity, list(used_at_once)
         groups, partitions = flat_groups(optimizer), flat_partitions(optimizer)
         places = {parameter: place for place, group in enumerate(groups) for parameter in group.parameters}
         order = list(dict.fromkeys(places[parameter] for parameter in model.parameters() if parameter in places))
-        self._buckets = [(groups[place].weights, partitions[place]) for place in order]
+        self._buckets = [(groups[place].weights, partitions[place], groups[place].replicas) for place in order]
         self._number_of: dict[Tensor, int] = {parameter: order.index(place) + 1 for parameter, place in places.items()}
         self._pending: dict[int, dist.Work] = {}  # by the number of the bucket
         for layer in model.modules():
@@ -43,10 +43,10 @@ class WeightGathers(StepParticipant):
         if decision.left_out:
             return
         self._activity.record_op(Operation.GATHER_WEIGHTS, peers=self._activity.peers.data)
-        for number, (weights, partition) in enumerate(self._buckets, start=1):
-            own = weights.chunk(dist.get_world_size(self._group))[dist.get_rank(self._group)]
+        for number, (weights, partition, group) in enumerate(self._buckets, start=1):
+            own = weights.chunk(dist.get_world_size(group))[dist.get_rank(group)]
             own.copy_(partition)
-            self._pending[number] = getattr(dist, ALL_GATHER)(weights, own, group=self._group, async_op=True)
+            self._pending[number] = getattr(dist, ALL_GATHER)(weights, own, group=group, async_op=True)
         self.settle(self._used_at_once)
 
     def settle(self, weights: Iterable[Tensor] | None = None) -> None:

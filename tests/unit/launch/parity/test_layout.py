@@ -12,13 +12,14 @@ import pytest
 from launch.errors import LaunchError, sentences_of
 from launch.parity.comparison import Deviation
 from launch.parity.diagnosis import LayoutResult, diagnose
-from launch.parity.layout import AUTO, ParityLayout, auto_layouts, layout_of, parse_layouts
+from launch.parity.layout import AUTO, AUTO_OF_EXPERTS, ParityLayout, auto_layouts, layout_of, parse_layouts
 from launch.parity.observations import Quantity
 from launch.parity.verify import make_plan
 from megalite.config import ConfigError, load_config
 from megalite.config.sections import PipelineSchedule, RecomputeMode
 from tests.helpers.commands import ROOT
 from tests.helpers.odd_sizes import (
+    DEALT_TO_TWO,
     DEEP_LAYOUTS,
     LAYOUTS,
     SHARED_BY_TWO,
@@ -77,7 +78,7 @@ def test_words_that_are_not_understood(text: str, said: str) -> None:
 
 def test_all_mistakes_are_told_at_once_with_what_was_meant() -> None:
     words = "the words are tp, pp, dp, zero, sequence_parallel, recompute, accumulation, schedule, chunks, compile"
-    words += ", cp, cp_kind"
+    words += ", cp, cp_kind, ep"
     with pytest.raises(LaunchError) as error:
         parse_layouts("tp=2,foo=3;bar;pp=0,recomput=full;dp=2,acumulation=4,sequence_parallel")
     assert sentences_of(error.value) == (
@@ -132,7 +133,7 @@ def test_a_layout_recomputes_what_it_says_on_each_stage() -> None:
 
 
 def test_the_sample_holds_every_pair_of_settings() -> None:
-    context = ({}, *SHARED_BY_TWO)
+    context = ({}, *SHARED_BY_TWO, *DEALT_TO_TWO)
     axes = {"sizes": (1, 2), "replicas": (1, 2, 3), "accumulations": (1, 2, 4), "context": context}
     cases = legal_cases(legal_layouts(**axes, most=6))  # type: ignore[arg-type]
     chosen = covering(legal_cases(SMALL_LAYOUTS))
@@ -179,7 +180,11 @@ def test_auto_runs_the_configs_own_layout_first_and_nothing_that_does_not_fit() 
     )
     many = ParityLayout(dp=2, accumulation=64)
     assert auto_layouts(many, most=8)[0][0] == ParityLayout(dp=2, accumulation=4)
-    axes = {axis for layout in AUTO for axis in layout.axes}
+    assert (
+        all(layout.ep == 1 for layout in auto_layouts(own, 8)[0])
+        and AUTO_OF_EXPERTS[0] in auto_layouts(own, 8, True)[0]
+    )
+    axes = {axis for layout in (*AUTO, *AUTO_OF_EXPERTS) for axis in layout.axes}
     assert axes == set(vars(ParityLayout())) - {"chunks", "compile", "cp_kind"}, "auto leaves an axis out"
 
 
@@ -211,6 +216,7 @@ def test_an_axis_that_is_off_takes_along_what_needs_it() -> None:
         "auto compiles"
     )
     assert ParityLayout(tp=2, compile="none").axes_on == {"tp": 2}
+    assert ParityLayout(dp=2, cp=2, ep=4).without("cp") == ParityLayout(dp=2)
 
 
 def test_a_failure_of_compiled_blocks_with_two_ranks_is_told_apart_from_one_without() -> None:

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalite.engine.engine import Engine
-from megalite.engine.parameter_state import read_parameter
+from megalite.engine.parameter_state import read_parameter, whole_gradients
 from megalite.engine.reduction.gradient_reduction import Bucket, BucketSlice, GradientReducer
+from megalite.parallel.collectives import RankGroup
 from megalite.parallel.gradient_accumulation_fusion import SumsGradients
 from megalite.parallel.linear import LinearLayer
 from megalite.parallel.mesh import Mesh
@@ -185,12 +186,12 @@ class _Alone:
                 [BucketSlice(parameter, 0, parameter.shape)],
                 -(-parameter.numel() // world_size) * world_size,
                 torch.float32,
+                RankGroup(world_size, rank, dist.group.WORLD),
             )
             for parameter in self.parameters
         ]
         self.activity = Activity(Mesh(data_parallel_size=world_size), rank)
-        group: Any = dist.group.WORLD
-        self.reducer = GradientReducer(buckets, self.parameters, group, wire, self.activity, in_rounds=in_rounds)
+        self.reducer = GradientReducer(buckets, self.parameters, world_size, wire, self.activity, in_rounds=in_rounds)
 
     def backward(self, *factors: float) -> None:
         """One backward pass that gives parameter k the gradient `factors[k]`, and none where that is 0."""
@@ -203,7 +204,7 @@ class _Alone:
 
     def means(self) -> list[list[float]]:
         self.reducer.finish()
-        return [mean.tolist() for _, mean in self.reducer.whole_gradients()]
+        return [mean.tolist() for _, mean in whole_gradients(self.reducer)]
 
 
 def _late(rank: int) -> dict[str, Any]:
