@@ -19,6 +19,7 @@ import megalite.engine.pipeline.pipelined as pipelined
 import megalite.engine.pipeline.tying as tying
 import megalite.engine.stages as stages
 import megalite.parallel.context as context
+import megalite.parallel.expert_dispatch as expert_dispatch
 import megalite.parallel.linear as linear
 import megalite.parallel.norm as norm
 import models.attention as attention
@@ -394,3 +395,48 @@ def key_gradients_are_not_reduced() -> None:
         return torch.cat([grad[:, at.start : at.stop] for at in spans], dim=1), None
 
     context._GatherTokens.backward = backward  # type: ignore[assignment]
+
+
+def tokens_come_back_to_a_neighbour() -> None:
+    """Outputs of experts return one place late."""
+    original = expert_dispatch.RowMessages.to_tokens
+    expert_dispatch.RowMessages.to_tokens = lambda self, *rest: original(self, *rest).roll(1, 0)  # type: ignore[method-assign]
+
+
+def an_expert_has_a_row_of_its_neighbour() -> None:
+    """The count of a rank's first expert is off by one."""
+    original = expert_dispatch._exchanged_counts
+
+    def counts(*arguments: Any) -> Any:
+        messages, order, ends = original(*arguments)
+        ends[0] = (ends[0] - 1).clamp(min=0)
+        return messages, order, ends
+
+    expert_dispatch._exchanged_counts = counts
+
+
+def experts_are_summed_over_all_replicas() -> None:
+    """As if all of them had the same ones."""
+    start = GradientReducer._start
+
+    def start_everywhere(self: Any, bucket: Any) -> None:
+        if bucket.replicas.size < self._size:
+            whole = next(one.replicas for one in self.buckets if one.replicas.size == self._size)
+            dist.all_reduce(bucket.open(self.device), group=whole.group)
+        start(self, bucket)
+
+    GradientReducer._start = start_everywhere  # type: ignore[method-assign]
+
+
+def norm_counts_experts_once_for_each_rank() -> None:
+    """The squares of dealt experts count as often as ranks have a part of them."""
+    original = initialization.build_optimizer
+
+    def marked(parameters: Any, *arguments: Any, **options: Any) -> Any:
+        listed = list(parameters)
+        for parameter in listed:
+            if parameter.shard.is_dealt:
+                parameter.tensor_model_parallel = parameter.shard.expert_parallel_size
+        return original(listed, *arguments, **options)
+
+    initialization.build_optimizer = marked

@@ -15,6 +15,13 @@ from tests.helpers import defects
 from tests.helpers.odd_sizes import TIMEOUT_S, explain, problem, references_of
 
 TIED = {"tie_word_embeddings": True}
+EXPERTS = {
+    "model_type": "mixtral",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 29,
+    "intermediate_size": 29,
+}
 
 # defect, a layout that has it among innocent axes, the axes to blame, part of a sentence of the diagnosis, the model
 DEFECTS: list[tuple[Callable[[], None], ParityLayout, tuple[str, ...], str, dict[str, Any]]] = [
@@ -187,6 +194,34 @@ DEFECTS: list[tuple[Callable[[], None], ParityLayout, tuple[str, ...], str, dict
         ("cp",),
         "backward: the forward pass agrees",
         {},
+    ),
+    (
+        defects.tokens_come_back_to_a_neighbour,
+        ParityLayout(pp=2, dp=2, ep=2, accumulation=2),
+        ("ep",),
+        "first layer whose output differs is model.layers.0",
+        EXPERTS,
+    ),
+    (
+        defects.an_expert_has_a_row_of_its_neighbour,
+        ParityLayout(cp=2, ep=2, recompute="full"),
+        ("ep",),
+        "first layer whose output differs is model.layers.",
+        EXPERTS,
+    ),
+    (
+        defects.experts_are_summed_over_all_replicas,
+        ParityLayout(dp=2, ep=2, zero=2, recompute="selective"),
+        ("ep",),
+        "reduction: the optimizer does not get the mean",
+        EXPERTS,
+    ),
+    (
+        defects.norm_counts_experts_once_for_each_rank,
+        ParityLayout(tp=2, dp=2, ep=2, accumulation=3),
+        ("ep",),
+        "all gradients agree, their global norm does not",
+        EXPERTS,
     ),
 ]
 
