@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 from megalite.config.errors import shown
-from megalite.config.foreign_words import WordRow, leaves, stack
+from megalite.config.foreign_words import WordRow, answer_to_value, leaves, stack
 from megalite.config.suggestions import nearest_name
 
 PASSED_ON = frozenset(
@@ -114,7 +114,11 @@ def problems_with_keys(options: dict[str, Any]) -> Iterator[tuple[tuple[str, ...
                 (section,),
                 f"deepspeed.{section} must be a section with options of its own, got {shown(options[section])}",
             )
-    for leaf, _ in leaves(options):
+    for leaf, value in leaves(options):
+        if said := answer_to_value(value):
+            key = f"deepspeed.{'.'.join(leaf)}"
+            yield leaf, f"{key} is {shown(value)}, a word {said}: remove {key}"
+            continue
         refused = [leaf[:length] for length in range(len(leaf), 0, -1) if leaf[:length] in refused_keys()]
         if refused:
             yield refused[0], _refusal(refused[0])
@@ -178,6 +182,8 @@ def compiled_extensions(options: dict[str, Any]) -> tuple[str, ...]:
 def _unknown(key: str) -> str:
     """Returns the message for a key that DeepSpeed would ignore, with the key or option that was probably meant."""
     ours = {path[0]: row.option for path, row in refused_keys().items() if len(path) == 1 and row.option}
+    if said := answer_to_value(key):
+        return f"deepspeed.{key} is a word {said}: remove deepspeed.{key}"
     meant = nearest_name(key, PASSED_ON | ours.keys())
     if meant is None:
         return f'DeepSpeed 0.19 has no option "{key}": remove deepspeed.{key}'

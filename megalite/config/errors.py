@@ -12,7 +12,7 @@ from pydantic_core import ErrorDetails
 
 from megalite.config.auto import AUTO, CHOOSABLE
 from megalite.config.base import items_of, section_of
-from megalite.config.foreign_words import answer, leaves, rows_of
+from megalite.config.foreign_words import answer, answer_to_value, leaves, rows_of
 from megalite.config.suggestions import OptionPath, dotted, is_slip, named_as, nearest_option, option_paths, own_names
 
 
@@ -132,9 +132,11 @@ def option_path(loc: Sequence[int | str], model: type[BaseModel]) -> OptionPath:
 
 def _unknown_options(path: OptionPath, value: Any, model: type[BaseModel]) -> list[ConfigProblem]:
     """Returns the problems of an unknown option; of another stack's section, those of everything in it."""
-    inside = [(*path, *inner) for inner, _ in leaves(value)] if isinstance(value, dict) else []
-    if not is_slip(path, model) and any(rows_of(dotted(leaf), own_names(model)) for leaf in inside):
-        return [ConfigProblem(leaf, *unknown_option(leaf, None, model)) for leaf in inside]
+    inside = {(*path, *inner): given for inner, given in leaves(value)} if isinstance(value, dict) else {}
+    if not is_slip(path, model) and any(
+        rows_of(dotted(leaf), own_names(model)) or answer_to_value(given) for leaf, given in inside.items()
+    ):
+        return [ConfigProblem(leaf, *unknown_option(leaf, given, model)) for leaf, given in inside.items()]
     return [ConfigProblem(path, *unknown_option(path, value, model))]
 
 
@@ -147,6 +149,8 @@ def unknown_option(path: OptionPath, value: Any, model: type[BaseModel]) -> tupl
     name, colon, rest = path[-1].partition(":")
     if colon and value is None:
         return f'unknown option "{dotted(path)}": YAML wants a space after a colon, {name}: {rest}', (*path[:-1], name)
+    if said := answer_to_value(value):
+        return f'unknown option "{dotted(path)}", and {shown(value)} is a word {said}', ()
     if not is_slip(path, model) and (found := rows_of(dotted(path), own_names(model))):
         known = named_as(path, option_paths(model))
         options = [tuple(option.split(".")) for _, row in found for option in row.options]
@@ -196,6 +200,8 @@ def _not_a_section(path: OptionPath, value: Any, model: type[BaseModel]) -> str:
     """Returns the sentence for a value in the place of a section, with the option in it that takes such a value."""
     section = section_at(path, model)
     meant = f"it has {', '.join(section.model_fields)}"
+    if said := answer_to_value(value):
+        meant = f"a word {said}"
     for name in (name for name in TAKERS if name in section.model_fields):
         try:
             section.model_validate({name: value})
@@ -213,6 +219,8 @@ def must_be(name: str, expectations: Iterable[str], value: Any) -> str:
     wanted = " or ".join(dict.fromkeys(expectations))
     is_list = "a list" in wanted and isinstance(value, str)
     remedy = f": write [{value}]" if is_list else _as_written(name, value)
+    if said := answer_to_value(value):
+        remedy = f", a word {said}"
     return f"must be {wanted}, got {shown(value)}{remedy}"
 
 

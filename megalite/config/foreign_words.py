@@ -24,8 +24,9 @@ import yaml
 
 KEYS = (
     *("ddp", "fsdp", "horovod", "deepspeed", "megatron_lm", "megatron_deepspeed", "gpt_neox"),
-    *("torchtitan", "trainer", "axolotl", "llama_factory", "accelerate", "torchrun"),
+    *("torchtitan", "trainer", "axolotl", "llama_factory", "accelerate", "torchrun", "slow_links"),
 )
+USED_AS_VALUES = ("horovod", "slow_links")
 OPTION = re.compile(r"run_dir|[a-z]+(?:\.[a-z_0-9]+)+")
 WITHOUT = ("nothing", "not here", "removed")  # beginnings of `here` where no option takes a word's place
 WRITTEN_BY = "python -c \"from megalite.config.foreign_words import page; print(page(), end='')\" > docs/coming_from.md"
@@ -169,6 +170,23 @@ def rows_of(typed: str, own_names: Iterable[str] = ()) -> list[tuple[str, WordRo
             if row.absent and re.search(row.absent, word):
                 return [("", row)]
     return []
+
+
+@cache
+def _rows_by_value() -> dict[str, tuple[str, WordRow]]:
+    """Returns the rows of names that are written as values too, by their letters and digits: `OneBitAdam`."""
+    tables = map(stack, USED_AS_VALUES)
+    return {_squeezed(word): (about.name, row) for about in tables for row in about.rows for word in row.words}
+
+
+def _squeezed(word: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", word.lower())
+
+
+def answer_to_value(value: Any) -> str | None:
+    """Returns what serves instead of a name that somebody wrote as a value, `strategy: horovod`, as `answer` does."""
+    found = _rows_by_value().get(_squeezed(value)) if isinstance(value, str) else None
+    return answer([found]) if found else None
 
 
 def answer(found: Iterable[tuple[str, WordRow]]) -> str:

@@ -93,6 +93,23 @@ def test_what_is_not_here_is_not_here() -> None:
         ("fsdp_sharding_strategy=FULL_SHARD", ["of Accelerate: here parallel.zero_stage"]),
         ("data.path=[0.5, a, 0.5, b]", ["blend of Megatron-LM", "data.sources.a={path: a, weight: 0.5}"]),
         ("data.path=30 a 70 b", ["data.sources"]),
+        ("strategy=horovod", ["'horovod' is a word of Horovod: nothing: megalite train and megalite launch start"]),
+        ("parallel=horovod", ["got 'horovod': a word of Horovod"]),
+        ("trainer={strategy: horovod, devices: 3}", ["'horovod' is a word of Horovod", '"trainer.devices"']),
+        ("horovod.enabled=true", ["a word of Horovod", "parallel.data_parallel_size"]),
+        ("optimizer.name=one_bit_adam", ["must be adamw, muon or sgd", "DeepSpeed 0.19 removed it", "name: adamw"]),
+        ("optimizer.name=onebitlamb", ["no optimizer here compresses gradients"]),
+        (
+            "deepspeed={optimizer: {type: ZeroOneAdam}}",
+            ["DeepSpeed 0.19 removed it", "remove deepspeed.optimizer.type"],
+        ),
+        ("deepspeed.horovod=true", ["deepspeed.horovod is a word of Horovod", "remove deepspeed.horovod"]),
+        ("deepspeed.zero_optimization.zeropp_loco_param={}", ["removed", "gradient_reduction_dtype: bf16 halves"]),
+        ("parallel.loco=true", ["not here: gradients travel whole"]),
+        ("local_sgd.every=3", ["not here: all replicas take every step together"]),
+        ("diloco={outer_lr: 0.7}", ["larger training.global_batch_size"]),
+        ("hivemind=true", ["megalite launch --spares K"]),
+        ("parallel.backend=Hivemind", ["'Hivemind' is a word", "megalite launch --spares K"]),
     ],
 )
 def test_words_of_other_stacks_are_answered(minimal: Path, overrides: str, answers: list[str]) -> None:
