@@ -137,17 +137,20 @@ class Attention(nn.Module):
         self.kv_heads, self.kv_is_gathered = model.num_key_value_heads, model.num_key_value_heads < tp.size
         self.local_kv_heads = max(1, self.kv_heads // tp.size)
         self.cache: KeyValueCache | None = None
-        q_size, kv_size = model.num_attention_heads * self.head_dim, self.kv_heads * self.head_dim
+        self.norms = model.query_key_norm
+        self._add_projections(model)
+        self.dropout = Dropout(model.attention_dropout, tp)
+
+    def _add_projections(self, model: ModelConfig) -> None:
+        q_size, kv_size, tp = model.num_attention_heads * self.head_dim, self.kv_heads * self.head_dim, self.tp
         sections = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
         self.qkv_proj = ColumnParallelLinear(model.hidden_size, sections, model.attention_bias, tp)
         self.o_proj = RowParallelLinear(q_size, model.hidden_size, model.attention_output_bias, tp)
-        self.norms = model.query_key_norm
         if self.norms == "per_head":
             self.q_norm, self.k_norm = norm_of_each_head(model, tp), norm_of_each_head(model, tp)
         elif self.norms == "full_width":
             self.q_norm = FullWidthRMSNorm(q_size, model.rms_norm_eps, tp)
             self.k_norm = FullWidthRMSNorm(kv_size, model.rms_norm_eps, tp)
-        self.dropout = Dropout(model.attention_dropout, tp)
 
     def shared_inputs(self, x: BlockInput) -> AttentionInputs:
         """Returns what this layer's attention reads beside hidden states, made once for all layers of its kind."""
@@ -183,6 +186,18 @@ class Attention(nn.Module):
 
     def forward(self, hidden: Tensor | Recomputable, inputs: AttentionInputs, sample_ids: Tensor | None) -> Tensor:
         """`[batch, seq/cp(/tp), hidden]` -> the same."""
+        projected = self._projected(hidden)
+        # compiled, the compiler recomputes what is cheap: `megalite.engine.compilation`
+        is_recomputed = self.recompute == "selective" and inputs.kernel == "explicit"
+        if is_recomputed and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            # Korthikanti 2022, section 5: scores are large and cheap to recompute. Fused attention keeps none
+            context = recomputed(self._attend, inputs, sample_ids, *projected)
+        else:
+            context = self._attend(inputs, sample_ids, *projected)
+        return self.o_proj(context)
+
+    def _projected(self, hidden: Tensor | Recomputable) -> tuple[Tensor, ...]:
+        """Returns what `_heads` makes heads of."""
         qkv = self.qkv_proj(hidden)  # [batch, seq/cp, (heads + 2 kv_heads) * head_dim / tp]
         if self.norms == "full_width":
             # [batch, seq, features/tp] each; a rank's k and v may be a slice of a head
@@ -190,16 +205,7 @@ class Attention(nn.Module):
             kv_size = (qkv.shape[-1] - q_size) // 2
             q, k, v = qkv.split((q_size, kv_size, kv_size), dim=-1)
             qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=-1)
-        if self.kv_is_gathered:
-            qkv = self._whole_kv_head(qkv)
-        # compiled, the compiler recomputes what is cheap: `megalite.engine.compilation`
-        is_recomputed = self.recompute == "selective" and inputs.kernel == "explicit"
-        if is_recomputed and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            # Korthikanti 2022, section 5: scores are large and cheap to recompute. Fused attention keeps none
-            context = recomputed(self._attend, qkv, inputs, sample_ids)
-        else:
-            context = self._attend(qkv, inputs, sample_ids)
-        return self.o_proj(context)
+        return (self._whole_kv_head(qkv) if self.kv_is_gathered else qkv,)
 
     def _whole_kv_head(self, qkv: Tensor) -> Tensor:
         """Gathers slices of key/value heads into the one whole head that this rank's queries attend to."""
@@ -210,14 +216,14 @@ class Attention(nn.Module):
         kv = kv[..., mine * self.head_dim : (mine + 1) * self.head_dim]
         return torch.cat((q, kv.flatten(2)), dim=-1)
 
-    def _attend(self, qkv: Tensor, inputs: AttentionInputs, sample_ids: Tensor | None) -> Tensor:
-        q, k, v = self._heads(qkv, inputs)  # [batch, seq/cp, heads/tp, head_dim]
+    def _attend(self, inputs: AttentionInputs, sample_ids: Tensor | None, *projected: Tensor) -> Tensor:
+        q, k, v = self._heads(inputs, *projected)  # [batch, seq/cp, heads/tp, head_dim]
         attend = partial(self._attend_to, kernel=inputs.kernel, sample_ids=sample_ids)
         if self.tp.context.size > 1:
             context = _attend_beside_others(q, k, v, inputs.seen, self.tp.context, attend)
         else:
             context = attend(q, k, v, *inputs.seen)
-        return context.flatten(2).to(qkv.dtype)  # [batch, seq/cp, heads * head_dim / tp]
+        return context.flatten(2).to(projected[0].dtype)  # [batch, seq/cp, heads * head_dim / tp]
 
     def _attend_to(
         self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, kernel: Kernel, sample_ids: Tensor | None
@@ -244,10 +250,10 @@ class Attention(nn.Module):
             context = self._attend_fused(q, k, v, seen.mask)
         return context.transpose(1, 2)
 
-    def _heads(self, qkv: Tensor, inputs: AttentionInputs) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(self, inputs: AttentionInputs, *projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns q, k, v `[batch, seq/cp, heads/tp, head_dim]`, normalized and rotated."""
         sizes, cos, sin = (self.local_heads, self.local_kv_heads, self.local_kv_heads), inputs.cos, inputs.sin
-        heads = qkv.unflatten(-1, (sum(sizes), self.head_dim))
+        heads = projected[0].unflatten(-1, (sum(sizes), self.head_dim))
         if self.norms == "per_head":
             q, k, v = heads.split(sizes, dim=2)
             q, k, v = multipliable(self.q_norm(q)), multipliable(self.k_norm(k)), multipliable(v)

@@ -32,6 +32,7 @@ from models.attention import Attention
 from models.attention_inputs import AttentionChoice, AttentionInputs
 from models.experts import SparseMLP
 from models.feed_forward import MLP
+from models.latent_attention import LatentAttention
 
 HeadOutput = tuple[Tensor, Tensor]  # hidden states, the head's local weight [vocab/tp, hidden]
 
@@ -183,7 +184,8 @@ class DecoderBlock(CompilableBlock):
         self.is_parallel, self.norms = model.use_parallel_residual, BLOCK_NORMS[model.norm_placement]
         # submodules in order of computation, which is also that of the parameters
         self._add_norm(self.norms.attention_input, model, tp)
-        self.self_attn = Attention(model, layer, tp, recompute, attention)
+        kind = LatentAttention if model.kv_lora_rank else Attention
+        self.self_attn = kind(model, layer, tp, recompute, attention)
         self._add_norm(self.norms.attention_output, model, tp)
         self._add_norm(self.norms.mlp_input, model, tp)
         self.mlp = SparseMLP(model, tp) if model.has_experts(layer) else MLP(model, tp, recompute)

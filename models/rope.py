@@ -103,6 +103,15 @@ def attention_factor(rope: Rope) -> float:
     return _yarn_scale(rope.factor, 1.0)
 
 
+def score_factor(rope: Rope) -> float:
+    """Returns the factor of scores by which latent attention makes up for that of cos and sin, which rotates only a
+    part of its heads (DeepSeek)."""
+    scaling = rope.scaling
+    if scaling is None or not scaling.mscale_all_dim:
+        return 1.0
+    return _yarn_scale(rope.factor, scaling.mscale_all_dim) ** 2
+
+
 def _yarn_scale(factor: float, mscale: float) -> float:
     """The square root of 1/t in Peng 2023, section 3.4."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

@@ -26,6 +26,7 @@ from launch.parity.observations import (
 from launch.parity.problem import FP16_SCALE_POWER, Batch, Dtype, ParityProblem, Training
 from launch.parity.reference_optimizers import ReferenceOptimizer
 from launch.reference.models import HEAD, Model, Rows, as_numpy
+from megalite.config import ModelConfig
 
 TORCH_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # relative to the spread of a router's logits: float32 has errors of 1e-6, and hardly ever larger ones than this
@@ -65,8 +66,7 @@ def solve(
 
     near_choices: list[int] = []
     handles = [
-        router.register_forward_hook(_counting(near_choices, problem.config.model.num_experts_per_tok))
-        for router in model.routers()
+        router.register_forward_hook(_counting(near_choices, problem.config.model)) for router in model.routers()
     ]
     first = training.batches[0]
     with torch.no_grad():
@@ -105,13 +105,23 @@ def solve(
     return seen
 
 
-def _counting(near_choices: list[int], top_k: int) -> Callable[[nn.Module, tuple[Tensor, ...], Any], None]:
+def _counting(near_choices: list[int], model: ModelConfig) -> Callable[[nn.Module, tuple[Tensor, ...], Any], None]:
     def count(router: nn.Module, inputs: tuple[Tensor, ...], _: Any) -> None:
         with torch.no_grad():
             logits = nn.functional.linear(inputs[0].flatten(0, -2), router.get_parameter("weight"))
-            if top_k < logits.shape[1]:
-                best = logits.topk(top_k + 1, dim=1).values
-                near_choices.append(int((best[:, -2] - best[:, -1] < NEAR * logits.std()).sum()))
+            scores = logits.sigmoid() if model.scoring_func == "sigmoid" else logits
+            if model.topk_group < model.n_group:
+                groups = scores.unflatten(1, (model.n_group, -1))
+                of_groups = groups.topk(1 if model.group_score == "max" else 2).values.sum(-1)
+                count_near(of_groups, model.topk_group, scores.std())
+                least = of_groups.topk(model.topk_group).values[:, -1:]
+                scores = groups.where((of_groups >= least).unsqueeze(-1), float("-inf")).flatten(1)
+            count_near(scores, model.num_experts_per_tok, scores[scores.isfinite()].std())
+
+    def count_near(scores: Tensor, chosen: int, deviation: Tensor) -> None:
+        if chosen < scores.shape[1]:
+            best = scores.topk(chosen + 1, dim=1).values
+            near_choices.append(int((best[:, -2] - best[:, -1] < NEAR * deviation).sum()))
 
     return count
 

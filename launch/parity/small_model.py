@@ -89,9 +89,20 @@ def _smaller_widths(model: ModelConfig, tensor_parallel_sizes: set[int]) -> dict
     }
     for feed_forward in ("intermediate_size", "moe_intermediate_size"):
         small[feed_forward] = max(8, round(getattr(model, feed_forward) * hidden / model.hidden_size))
+    if model.kv_lora_rank is not None:
+        small |= _smaller_latents(model, head_dim / model.head_dim, hidden / model.hidden_size)
     if model.query_pre_attn_scalar is not None:
         small["query_pre_attn_scalar"] = model.query_pre_attn_scalar * head_dim / model.head_dim
     return small
+
+
+def _smaller_latents(model: ModelConfig, of_heads: float, of_hidden: float) -> dict[str, Any]:
+    """Shrinks the parts of heads by one factor and latents by the other, to even sizes."""
+    factors = {"qk_nope_head_dim": of_heads, "qk_rope_head_dim": of_heads, "v_head_dim": of_heads}
+    factors |= {"kv_lora_rank": of_hidden, "q_lora_rank": of_hidden}
+    sizes = {name: (getattr(model, name), factor) for name, factor in factors.items()}
+    small = {name: max(2, round(size * factor / 2) * 2) for name, (size, factor) in sizes.items() if size is not None}
+    return small | {"head_dim": small["qk_nope_head_dim"] + small["qk_rope_head_dim"]}
 
 
 def _fewer_kv_heads(model: ModelConfig, tensor_parallel_sizes: set[int]) -> int:
@@ -115,7 +126,12 @@ def _fewer_experts(model: ModelConfig, ranks: int) -> dict[str, Any]:
     if model.num_experts is None or model.num_experts <= fewer:
         return {}
     part = round(model.num_experts_per_tok * fewer / model.num_experts)
-    return {"num_experts": fewer, "num_experts_per_tok": max(min(2, model.num_experts_per_tok), part)}
+    small = {"num_experts": fewer, "num_experts_per_tok": max(min(2, model.num_experts_per_tok), part)}
+    if model.n_group > 1:  # two, and one of them is chosen if that is possible
+        small |= {"n_group": 1, "topk_group": 1}
+        if fewer % 2 == 0:
+            small |= {"n_group": 2, "topk_group": -(-small["num_experts_per_tok"] * 2 // fewer)}
+    return small
 
 
 def _within_reach(model: ModelConfig, sequence_length: int) -> dict[str, Any]:

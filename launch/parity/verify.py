@@ -304,5 +304,5 @@ def _in_dtype(problem: ParityProblem, dtype: str) -> ParityProblem:
     else:
         values["deepspeed"].pop("fp16", None)
     if dtype != "fp32" and values["model"]["num_experts"]:  # rounding would route some of a hundred tokens elsewhere
-        values["model"]["num_experts_per_tok"] = values["model"]["num_experts"]
+        values["model"] |= {"num_experts_per_tok": values["model"]["num_experts"], "n_group": 1, "topk_group": 1}
     return replace(problem, config=Config.model_validate(values))

@@ -25,6 +25,7 @@ from megalite.checkpoint.huggingface.folder import INDEX, WEIGHTS
 from megalite.checkpoint.huggingface.json_files import ADAPTER
 from megalite.config import Config, ModelConfig
 from megalite.parallel.collectives import TensorParallel
+from megalite.parallel.expert_balance import BIAS
 from megalite.parallel.float8 import Recipe, use_float8
 from megalite.parallel.layers import SerialModel, make_layer, named_shards
 from megalite.parallel.loss import head_logits
@@ -120,6 +121,11 @@ class TransformersModel(Model):
             name: layout.read_hub(read, name, _everything(tensor.shape)).clone()
             for name, tensor in layout.tensors.items()
         }
+        if model.e_score_correction_bias:  # of routers, zeros as in an engine
+            experts = [layer for layer in range(model.num_hidden_layers) if model.has_experts(layer)]
+            biases = {f"model.layers.{layer}.mlp.{BIAS}": (model.num_experts or 0,) for layer in experts}
+            tensors = described.layout(model, biases).tensors
+            on_disk |= {name: torch.zeros(tensor.shape) for name, tensor in tensors.items()}
         kind = getattr(transformers, described.architecture)
         module = load_transformers(kind, None, hf_config(model, "fp32"), state_dict=on_disk)
         buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}

@@ -103,11 +103,31 @@ class ModelConfig(Section):
     num_key_value_heads: DerivedInt = Field(default_factory=lambda data: data["num_attention_heads"], examples=[2])
     """Number of key and value heads (grouped-query attention). Left out or null: `num_attention_heads`."""
 
+    kv_lora_rank: PositiveInt | None = Field(default=None, examples=[512])
+    """Width of the latent from which keys and values of all heads are made (DeepSeek). Null: from the hidden state."""
+
+    q_lora_rank: PositiveInt | None = Field(default=None, examples=[1536])
+    """Latent attention: width of the latent from which queries are made. Null: from the hidden state."""
+
+    qk_nope_head_dim: PositiveInt | None = Field(default=None, examples=[128])
+    """Latent attention: features of a query and key head without a position, before the rotated ones."""
+
+    qk_rope_head_dim: PositiveInt | None = Field(default=None, examples=[64])
+    """Latent attention: rotated features of a query head, and of the key that all heads share."""
+
+    v_head_dim: PositiveInt | None = Field(default=None, examples=[128])
+    """Latent attention: width of a value head."""
+
     # rounded down: rules/model.py refuses a hidden_size that does not divide, with numbers
     head_dim: DerivedInt = Field(
-        default_factory=lambda data: data["hidden_size"] // data["num_attention_heads"], examples=[64]
+        default_factory=lambda data: (
+            (data["qk_nope_head_dim"] or 0) + (data["qk_rope_head_dim"] or 0)
+            or data["hidden_size"] // data["num_attention_heads"]
+        ),
+        examples=[64],
     )
-    """Width of one head, even where rotated. Left out or null: `hidden_size / num_attention_heads`."""
+    """Width of one head, even where rotated. Left out or null: `hidden_size / num_attention_heads`, or the sum of
+    `qk_nope_head_dim` and `qk_rope_head_dim`."""
 
     hidden_act: Literal["silu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu"] = "silu"
     """Activation function of the feed-forward layer; `gelu_new` and `gelu_fast` are names of `gelu_pytorch_tanh`."""
@@ -248,7 +268,12 @@ class ModelConfig(Section):
         """Returns the number of features of each head that block `layer` rotates, from the first on."""
         if self.position_embedding != "rope" or layer in self.layers_without_rope:
             return 0
-        return int(self.head_dim * self.partial_rotary_factor)
+        return self.rotated_features
+
+    @property
+    def rotated_features(self) -> int:
+        """Features of each head that are rotated in layers with rotary embedding."""
+        return self.qk_rope_head_dim or int(self.head_dim * self.partial_rotary_factor)
 
     @property
     def has_dropout(self) -> bool:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from functools import lru_cache
+from typing import Literal, NamedTuple, Self
 
 from megalite.config import ModelConfig, ResolvedLayout
 
@@ -96,10 +97,46 @@ class Mesh:
         return " ".join([sizes, *(f"{name}={size}" for name, size in more.items() if size > 1)])
 
 
+class Matrix(NamedTuple):
+    """One of Hugging Face's matrices, and which side of it tensor-parallel ranks cut."""
+
+    name: str
+    inputs: int
+    outputs: int
+    cut: Literal["inputs", "outputs", "none"]
+    has_bias: bool = False
+
+    def sides(self, tp: int) -> tuple[int, int]:
+        """Returns inputs and outputs on one of `tp` ranks, padding included."""
+        parts = tp if self.cut == "inputs" else 1, tp if self.cut == "outputs" else 1
+        return -(-self.inputs // parts[0]), -(-self.outputs // parts[1])
+
+
+@lru_cache(maxsize=256)
+def attention_matrices(model: ModelConfig) -> tuple[Matrix, ...]:
+    """Returns the matrices of a block's attention, in order."""
+    hidden, query, bias = model.hidden_size, model.num_attention_heads * model.head_dim, model.attention_bias
+    if model.kv_lora_rank is None:
+        key_value = model.num_key_value_heads * model.head_dim
+        columns = (("q_proj", query), ("k_proj", key_value), ("v_proj", key_value))
+        found = [Matrix(name, hidden, size, "outputs", bias) for name, size in columns]
+        return (*found, Matrix("o_proj", query, hidden, "inputs", model.attention_output_bias))
+    nope, rotated, value = model.qk_nope_head_dim or 0, model.qk_rope_head_dim or 0, model.v_head_dim or 0
+    found = [Matrix("kv_a_proj_with_mqa", hidden, model.kv_lora_rank + rotated, "none", bias)]
+    if model.q_lora_rank is None:
+        found.append(Matrix("q_proj", hidden, query, "outputs"))
+    else:
+        found = [Matrix("q_a_proj", hidden, model.q_lora_rank, "none", bias), *found]
+        found.append(Matrix("q_b_proj", model.q_lora_rank, query, "outputs"))
+    found.append(Matrix("kv_b_proj", model.kv_lora_rank, model.num_attention_heads * (nope + value), "outputs"))
+    output = Matrix("o_proj", model.num_attention_heads * value, hidden, "inputs", model.attention_output_bias)
+    return (*found, output)
+
+
 def block_cost(model: ModelConfig, layer: int) -> float:
     """Returns multiply-adds per token, without attention scores and the common factor of forward and backward."""
     hidden = model.hidden_size
-    attention = hidden * model.head_dim * 2 * (model.num_attention_heads + model.num_key_value_heads)
+    attention = sum(matrix.inputs * matrix.outputs for matrix in attention_matrices(model))
     if not model.has_experts(layer):
         return float(attention + hidden * model.intermediate_size * (3 if model.gated_mlp else 2))
     assert model.num_experts is not None

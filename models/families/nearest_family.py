@@ -14,6 +14,7 @@ GUIDE = "docs/adding_a_model.md shows how a family is added"
 RELATIVES: dict[str, tuple[str, ...]] = {
     "gpt_neox": ("falcon", "gptj", "codegen", "phi", "persimmon", "gpt_neox_japanese", "cohere", "cohere2"),
     "gpt2": ("opt", "gpt_neo", "gpt_bigcode", "openai-gpt", "bloom", "mpt", "xglm", "biogpt"),
+    "deepseek_v3": ("deepseek_v32", "kimi_k2", "glm4_moe_lite", "longcat_flash"),
     "llama": (
         *("granite", "glm", "glm4", "nemotron", "internlm2", "internlm3", "helium", "olmo", "stablelm", "arcee"),
         *("apertus", "seed_oss", "ernie4_5", "diffllama", "baichuan", "minicpm", "minicpm3"),
@@ -28,7 +29,7 @@ RELATIVES: dict[str, tuple[str, ...]] = {
     "qwen2": ("qwen2_vl", "qwen2_5_vl"),
     "qwen3": ("hunyuan_v1_dense", "qwen3_vl"),
     "qwen3_moe": (
-        *("qwen2_moe", "deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "ernie4_5_moe"),
+        *("qwen2_moe", "glm4_moe", "gpt_oss", "ernie4_5_moe"),
         *("dots1", "exaone_moe", "hunyuan_v1_moe", "llama4", "llama4_text"),
     ),
 }

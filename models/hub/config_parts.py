@@ -152,5 +152,7 @@ def layers_of(keys: Keys) -> range:
 
 
 EXPERT_OPTIONS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "mlp_only_layers")
+LATENT_OPTIONS = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+NO_LATENTS = absent(LATENT_OPTIONS, "kv_lora_rank", None)
 NO_WINDOW = absent(WINDOW_OPTIONS, "sliding_window", None)
 NO_EXPERTS = absent(EXPERT_OPTIONS, "num_experts", None)

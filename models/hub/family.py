@@ -15,7 +15,16 @@ from typing import Any
 
 from megalite.config import ModelConfig
 from megalite.config.rules.model import problem_with_model
-from models.hub.config_parts import NO_EXPERTS, NO_WINDOW, ConfigPart, FamilyError, Keys, refuse_unless, shown
+from models.hub.config_parts import (
+    NO_EXPERTS,
+    NO_LATENTS,
+    NO_WINDOW,
+    ConfigPart,
+    FamilyError,
+    Keys,
+    refuse_unless,
+    shown,
+)
 from models.hub.rope_config import rope
 from models.hub.tensor_layout import HubLayout, Shape, hub_layout
 
@@ -51,7 +60,7 @@ PLAIN = {
 }
 """Options with a constant value in most families."""
 
-PLAIN_PARTS = (rope(), NO_WINDOW, NO_EXPERTS)
+PLAIN_PARTS = (rope(), NO_WINDOW, NO_EXPERTS, NO_LATENTS)
 PLAIN_DEFAULTS = {
     "hidden_act": "silu",
     "rms_norm_eps": 1e-6,
@@ -125,6 +134,8 @@ class Family:
     base_prefix: str = "model."
     # suffixes of names of tensors in old checkpoints that can be computed from config.json
     ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)
+    # folders may hold layers behind the last one, for multi-token prediction, which are not read
+    layers_left_out: bool = False
 
     @cached_property
     def _mentioned(self) -> set[str]:
@@ -253,6 +264,11 @@ class Family:
         """Returns the tensors on disk of `model`, whose weights have `shapes` by canonical name."""
         heads = model.num_attention_heads if self.fused_by_head else None
         return hub_layout(shapes, self.renamed, self.fused, self.transposed, heads)
+
+    def is_left_out(self, tensor: str, model: ModelConfig) -> bool:
+        """Returns whether a tensor on disk is of a layer for multi-token prediction behind the last one of `model`."""
+        number = tensor.removeprefix(f"{self.base_prefix}layers.").partition(".")[0]
+        return self.layers_left_out and number.isdecimal() and int(number) >= model.num_hidden_layers
 
     def has_own_tensor(self, projection: str) -> bool:
         """Returns whether the matrix of a projection, such as `q_proj`, is a tensor on disk as it is."""

@@ -138,6 +138,37 @@ OLMOE_1B_7B: dict[str, Any] = {
     "vocab_size": 50304,
 }
 
+DEEPSEEK_V2_LITE: dict[str, Any] = {
+    **{"_name_or_path": "deepseek-ai/DeepSeek-V2-Lite", "architectures": ["DeepseekV2ForCausalLM"]},
+    **{"attention_bias": False, "attention_dropout": 0.0, "auto_map": {}, "aux_loss_alpha": 0.001},
+    **{"bos_token_id": 100000, "eos_token_id": 100001, "first_k_dense_replace": 1, "hidden_act": "silu"},
+    **{"hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 10944, "kv_lora_rank": 512},
+    **{"max_position_embeddings": 163840, "model_type": "deepseek_v2", "moe_intermediate_size": 1408},
+    **{"moe_layer_freq": 1, "n_group": 1, "n_routed_experts": 64, "n_shared_experts": 2, "norm_topk_prob": False},
+    **{"num_attention_heads": 16, "num_experts_per_tok": 6, "num_hidden_layers": 27, "num_key_value_heads": 16},
+    **{"pretraining_tp": 1, "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64},
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        **{"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707},
+        **{"original_max_position_embeddings": 4096, "type": "yarn"},
+    },
+    **{"rope_theta": 10000, "routed_scaling_factor": 1.0, "scoring_func": "softmax", "seq_aux": True},
+    **{"tie_word_embeddings": False, "topk_group": 1, "topk_method": "greedy", "torch_dtype": "bfloat16"},
+    **{"transformers_version": "4.33.1", "use_cache": True, "v_head_dim": 128, "vocab_size": 102400},
+}
+
+DEEPSEEK_V3: dict[str, Any] = {
+    **{key: value for key, value in DEEPSEEK_V2_LITE.items() if key not in ("aux_loss_alpha", "seq_aux")},
+    **{"_name_or_path": "deepseek-ai/DeepSeek-V3", "architectures": ["DeepseekV3ForCausalLM"], "bos_token_id": 0},
+    **{"eos_token_id": 1, "ep_size": 1, "first_k_dense_replace": 3, "hidden_size": 7168, "intermediate_size": 18432},
+    **{"model_type": "deepseek_v3", "moe_intermediate_size": 2048, "n_group": 8, "n_routed_experts": 256},
+    **{"n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 128, "num_experts_per_tok": 8},
+    **{"num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1, "q_lora_rank": 1536},
+    **{"rope_scaling": {**DEEPSEEK_V2_LITE["rope_scaling"], "mscale": 1.0, "mscale_all_dim": 1.0}},
+    **{"routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "topk_group": 4, "topk_method": "noaux_tc"},
+    "vocab_size": 129280,
+}
+
 STARCODER2_3B = CONFIGS["STARCODER2_3B"]
 # keys that folders of the same family have besides
 SIBLINGS: list[dict[str, Any]] = [
@@ -172,5 +203,6 @@ SIBLINGS: list[dict[str, Any]] = [
 HUB_CONFIGS = [
     *(LLAMA_3_2_1B, SMOLLM2_135M, MISTRAL_7B, QWEN2_5_0_5B, QWEN3_0_6B, GEMMA_2_2B, GEMMA_3_1B, PHI_3_MINI_4K),
     *(PHI_4_MINI, OLMO_2_1B, PYTHIA_70M, GPT2, SMOLLM3_3B, MIXTRAL_8X7B, QWEN3_30B_A3B, OLMOE_1B_7B, STARCODER2_3B),
+    *(DEEPSEEK_V2_LITE, DEEPSEEK_V3),
     *SIBLINGS,
 ]

@@ -34,6 +34,12 @@ _GEMMA = {
     **{"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 7, "tie_word_embeddings": True},
 }
 _ALIKE_HEADS = {key: value for key, value in SIZES.items() if key != "num_key_value_heads"}
+_DEEPSEEK = {
+    **_RMS,
+    **{"num_key_value_heads": 4, "rope_theta": 5e3, "q_lora_rank": 18, "kv_lora_rank": 14, "qk_nope_head_dim": 10},
+    **{"qk_rope_head_dim": 6, "v_head_dim": 7, "moe_intermediate_size": 19, "n_routed_experts": 6},
+    **{"num_experts_per_tok": 2, "n_shared_experts": 2, "first_k_dense_replace": 1, "n_group": 3, "topk_group": 2},
+}
 
 FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "llama": _RMS,
@@ -56,8 +62,11 @@ FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**_RMS, "head_dim": 20, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 19},
     "olmoe": {**_RMS, "num_experts": 5, "num_experts_per_tok": 2},
     "starcoder2": {key: value for key, value in _RMS.items() if key != "rms_norm_eps"},
+    "deepseek_v2": {**_DEEPSEEK, "q_lora_rank": None},
+    "deepseek_v3": {**_DEEPSEEK, "num_experts_per_tok": 3, "num_nextn_predict_layers": 0},
 }
 
+ROUTER_BIAS = "e_score_correction_bias"  # no parameter
 WEIGHT_DEVIATION = 0.12  # enough for every switch to show, and logits within 1e-5 of exact ones in fp32
 
 LINEAR = {"rope_type": "linear", "factor": 2.5}
@@ -104,6 +113,9 @@ class HubModel:
             for parameter in model.parameters():
                 center = usual if parameter.ndim == 1 else 0.0
                 parameter.copy_(torch.randn(parameter.shape) * WEIGHT_DEVIATION + center)
+            for name, buffer in model.named_buffers():
+                if name.endswith(ROUTER_BIAS):
+                    buffer.copy_(torch.randn(buffer.shape) * WEIGHT_DEVIATION)
         return model
 
     def save(self, folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Path:
@@ -117,6 +129,8 @@ class HubModel:
 def disk_tensors(model: Any, gradients: bool = False) -> dict[str, Tensor]:
     """The tensors that `save_pretrained` writes, or the parameters' gradients under those names."""
     found = {name: parameter.grad if gradients else parameter for name, parameter in model.named_parameters()}
+    if not gradients:
+        found |= {name: buffer for name, buffer in model.named_buffers() if name.endswith(ROUTER_BIAS)}
     return dict(revert_weight_conversion(model, {name: tensor.detach().clone() for name, tensor in found.items()}))
 
 
@@ -190,6 +204,21 @@ HUB_MODELS = [
     HubModel(
         "olmoe-tied-biases", "olmoe", {"tie_word_embeddings": True, "attention_bias": True, "norm_topk_prob": True}
     ),
+    HubModel("deepseek_v2", "deepseek_v2"),
+    HubModel(
+        "deepseek_v2-groups-yarn",
+        "deepseek_v2",
+        {
+            **{"topk_method": "group_limited_greedy", "q_lora_rank": 18, "rope_scaling": DEEPSEEK_YARN},
+            **{"routed_scaling_factor": 1.7, "attention_bias": True},
+        },
+    ),
+    HubModel("deepseek_v3", "deepseek_v3"),
+    HubModel(
+        "deepseek_v3-plain-queries",
+        "deepseek_v3",
+        {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_scaling": DEEPSEEK_YARN, "attention_bias": True},
+    ),
     HubModel("starcoder2", "starcoder2"),
     HubModel("starcoder2-tied", "starcoder2", {"tie_word_embeddings": True, "sliding_window": 7}),
     HubModel("starcoder2-plain", "starcoder2", {"use_bias": False, "hidden_act": "gelu", "norm_epsilon": 1e-3}),
@@ -217,6 +246,14 @@ _GEMMA_SWITCHES: dict[str, list[Any]] = {
     **{"sliding_window": [1, 7], "layer_types": _LAST_BUT_ONE_SLIDES},
 }
 _PHI_ROPE = [None, longrope(6), longrope(6, attention_factor=0.9), longrope(6, factor=3.0)]
+_DEEPSEEK_SWITCHES: dict[str, list[Any]] = {
+    **{"tie_word_embeddings": _BOTH, "intermediate_size": [37, 101], "vocab_size": [65, 131], "hidden_act": _GATED},
+    **{"rope_theta": [300.0, 5e5], "rope_scaling": [None, LINEAR, YARN, DEEPSEEK_YARN], "attention_bias": _BOTH},
+    **{"q_lora_rank": [None, 18], "kv_lora_rank": [14, 6], "qk_nope_head_dim": [10, 8], "qk_rope_head_dim": [6, 4]},
+    **{"v_head_dim": [7, 10], "n_shared_experts": [1, 2], "first_k_dense_replace": [0, 1, 2], "topk_group": [1, 2]},
+    **{"moe_intermediate_size": [19, 24], "routed_scaling_factor": [1.0, 1.7], "num_experts_per_tok": [1, 2]},
+    "n_group": [2, 3],
+}
 
 SWITCHES: dict[str, dict[str, list[Any]]] = {
     "llama": {**_DENSE, "attention_bias": _BOTH, "mlp_bias": _BOTH},
@@ -268,6 +305,8 @@ SWITCHES: dict[str, dict[str, list[Any]]] = {
         **_EXPERTS,
         **{"attention_bias": _BOTH, "norm_topk_prob": _BOTH, "num_experts": [3, 5]},
     },
+    "deepseek_v2": {**_DEEPSEEK_SWITCHES, "topk_method": ["greedy", "group_limited_greedy"]},
+    "deepseek_v3": {**_DEEPSEEK_SWITCHES, "norm_topk_prob": _BOTH},
     "starcoder2": {
         **_COMMON,
         "use_bias": _BOTH,

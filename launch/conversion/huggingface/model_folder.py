@@ -127,10 +127,15 @@ def open_model_folder(place: str | Path) -> ModelFolder:
     wanted = {name: tensor.shape for name, tensor in layout.tensors.items()}
     files.add_prefix(described.base_prefix, wanted)
     embedding = layout.hub_names(EMBEDDING)[0]
+    if left_out := sum(described.is_left_out(name, model) for name in files.shapes):
+        files.notices += (
+            f"{left_out} tensors of layers behind the last one, for multi-token prediction, are left out: neither "
+            "training nor an export has them",
+        )
     files.check_tensors(
         wanted,
         copies={described.head: embedding} if model.tie_word_embeddings else {},
-        ignored=lambda name: name.endswith(described.ignored),
+        ignored=lambda name: name.endswith(described.ignored) or described.is_left_out(name, model),
     )
     return ModelFolder(files, model, shapes, layout)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain
+from typing import Any
 
 from megalite.config.model import ModelConfig, RopeScaling
 from megalite.config.suggestions import multiples_near, neighbours
@@ -39,7 +40,7 @@ def problem_with_model(model: ModelConfig) -> str | None:
 
 def problems_with_model(model: ModelConfig) -> Iterator[str]:
     """Yields a sentence for each broken rule."""
-    return chain(_heads(model), _layers(model), _experts(model), _norms(model), _positions(model))
+    return chain(_heads(model), _latents(model), _layers(model), _experts(model), _norms(model), _positions(model))
 
 
 def _heads(model: ModelConfig) -> Iterator[str]:
@@ -52,7 +53,7 @@ def _heads(model: ModelConfig) -> Iterator[str]:
         )
     if model.position_embedding == "rope":
         # an odd part of a head is rounded up, as transformers does
-        if head_dim % 2 and model.partial_rotary_factor == 1:
+        if head_dim % 2 and model.partial_rotary_factor == 1 and not model.qk_rope_head_dim:
             yield (
                 f"model.head_dim {head_dim} is odd, but RoPE rotates pairs: use a head_dim of "
                 f"{multiples_near(head_dim, 2)}, or a model.hidden_size of {multiples_near(hidden, 2 * heads)} with "
@@ -69,6 +70,47 @@ def _heads(model: ModelConfig) -> Iterator[str]:
             f"model.num_attention_heads {heads} is not a multiple of model.num_key_value_heads {kv}, so query "
             f"heads cannot share kv heads evenly: use {near} kv heads"
         )
+
+
+LATENT_SIZES = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+# what latent attention is made for; its rotated features are a part of each head already
+LATENT_NEEDS: dict[str, Any] = {
+    **{"position_embedding": "rope", "query_key_norm": "none", "partial_rotary_factor": 1.0},
+    **{"layers_without_rope": (), "rope_local_base_freq": None, "query_pre_attn_scalar": None},
+}
+
+
+def _latents(model: ModelConfig) -> Iterator[str]:
+    if model.kv_lora_rank is None:
+        for option in _set_among(model, "q_lora_rank", *LATENT_SIZES):
+            yield (
+                f"model.{option} is about latent attention, but model.kv_lora_rank is null: remove it, or set "
+                "kv_lora_rank"
+            )
+        return
+    option = f"model.kv_lora_rank {model.kv_lora_rank}"
+    for size in LATENT_SIZES:
+        if getattr(model, size) is None:
+            yield f"{option} needs model.{size}: set it (DeepSeek-V3 has 128, 64 and 128 of {', '.join(LATENT_SIZES)})"
+            return
+    nope, rotated, value = model.qk_nope_head_dim or 0, model.qk_rope_head_dim or 0, model.v_head_dim or 0
+    if model.head_dim != nope + rotated:
+        yield (
+            f"model.head_dim {model.head_dim} is not the {nope + rotated} of model.qk_nope_head_dim {nope} and "
+            f"qk_rope_head_dim {rotated}: leave head_dim out"
+        )
+    elif value > model.head_dim:
+        yield f"model.v_head_dim {value} is more than model.head_dim {model.head_dim}: use at most that"
+    if rotated % 2:
+        yield f"model.qk_rope_head_dim {rotated} is odd, but pairs are rotated: use {multiples_near(rotated, 2)}"
+    if model.num_key_value_heads != model.num_attention_heads:
+        yield (
+            f"{option} makes keys for each of model.num_attention_heads {model.num_attention_heads}, not for "
+            f"model.num_key_value_heads {model.num_key_value_heads}: leave num_key_value_heads out"
+        )
+    for name, wanted in LATENT_NEEDS.items():
+        if (found := getattr(model, name)) != wanted:
+            yield f"model.{name} {found} does not go with {option}: leave {name} out"
 
 
 def _layers(model: ModelConfig) -> Iterator[str]:
@@ -182,7 +224,7 @@ def _rope_values(model: ModelConfig, scaling: RopeScaling) -> Iterator[str]:
             f"model.rope_scaling.high_freq_factor {high:g} must be larger than low_freq_factor {low:g}: Llama 3.1 has "
             "4 and 1"
         )
-    rotated = int(model.head_dim * model.partial_rotary_factor)
+    rotated = model.rotated_features
     pairs = -(-rotated // 2)
     for field, factors in (("short_factor", scaling.short_factor), ("long_factor", scaling.long_factor)):
         if factors is not None and len(factors) != pairs:

@@ -110,7 +110,8 @@ class _Block:
         self.hidden = self.tokens * model.hidden_size * self.size  # whole, as products read it
         self.input = self.hidden / tp if self.is_cut else self.hidden  # as the blocks pass it on
         self.projected = self.tokens * self.qkv * self.size  # q, k and v before rotation
-        self.projection_input = self.tokens * self.q * self.size  # what the output projection reads
+        value = self.heads * (model.v_head_dim or model.head_dim)
+        self.projection_input = self.tokens * value * self.size  # what the output projection reads
         # of a cut sequence products keep a slice, except that a router keeps the whole, as experts read it
         has_experts, is_normed = model.has_experts(layer), model.norm_placement != "post"
         self.normed = (1 if has_experts else 2) * self.input * is_normed  # that norms put out for products
@@ -161,7 +162,9 @@ class _Block:
         if self.gathers_keys:
             inside += (self.qkv - self.q) * self.tokens * self.cp * wide
         # once more as attention puts it out, before a cast, or before it is exchanged or joined
-        context = self.projection_input + (self.tokens * self.q * wide if wide != self.size or self.cp > 1 else 0)
+        is_copied = wide != self.size or self.cp > 1 or (model.v_head_dim or model.head_dim) < model.head_dim
+        context = self.projection_input + (self.tokens * self.q * wide if is_copied else 0)
+        inside += self._latents()
         if self.is_explicit:
             return inside + self._explicit(), context
         if norms_heads:
@@ -172,6 +175,16 @@ class _Block:
             inside += self.projected
         inside += 4 * self.tokens * self.heads  # log of the sum of exponentials
         return inside, context
+
+    def _latents(self) -> float:
+        """Returns the bytes of latents, which their norms keep, of normed ones, which products keep, and of a number
+        for each in fp32 (models/latent_attention.py)."""
+        model = self.model
+        if model.kv_lora_rank is None:
+            return 0.0
+        made = model.kv_lora_rank + (model.q_lora_rank or 0)
+        numbers = (2 * made + (model.qk_rope_head_dim or 0)) * self.size + 4 * (1 + (model.q_lora_rank is not None))
+        return self.tokens * numbers / (self.tp if self.is_cut else 1)
 
     def _explicit(self) -> float:
         """Returns the bytes of all scores: softmax in fp32, its cast, dropout's mask and output, tanh of the cap,

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from megalite.config import ModelConfig
 from megalite.planner.cost.model_states import dealt_experts, trained_numbers
 from megalite.planner.cost.muon import gathered_over_replicas, gathered_over_tensor_ranks
 from megalite.planner.cost.stage_parameters import StageShape, embedding_parameters, scores_exist
@@ -166,20 +167,23 @@ def tensor_moved(job: TrainingWorkload, stage: StageShape) -> LayersMoved:
     is_again = layout.recompute == "full"
     regions = 2 * blocks  # parallel ones, but for experts that the tokens of a cut sequence are sent to
     regions -= job.stack.folds_experts * sum(model.has_experts(layer) for layer in stage.layers)
-    again = is_again * (regions if job.recomputes_the_end else blocks) * size
-    # into a parallel region nothing forward and a sum backward, out of it a sum forward and nothing backward
-    into, out_of = (regions + stage.has_head) * size, (regions + stage.has_embedding) * size
-    kept_again = is_again * kept
     with_shared = (model.n_shared_experts > 0) * sum(model.has_experts(layer) for layer in stage.layers)
     regions += with_shared
-    linear = with_shared  # layers that enter by themselves
-    linear += sum(1 if model.has_experts(layer) else 2 for layer in stage.layers)
-    linear *= job.stack.has_own_linear_layers * (not job.trains_adapters) * size  # which have no product to go beside
+    again = is_again * (regions if job.recomputes_the_end else blocks) * size
+    narrower = size - _entering_attention(model) * size // model.hidden_size
+    # into a parallel region nothing forward and a sum backward, out of it a sum forward and nothing backward
+    into_blocks, out_of = regions * size - blocks * narrower, (regions + stage.has_embedding) * size
+    into = into_blocks + stage.has_head * size
+    kept_again = is_again * kept
+    # layers that enter by themselves, which latent attention's shared key does not
+    linear = (with_shared + sum(1 if model.has_experts(layer) else 2 for layer in stage.layers)) * size
+    linear -= blocks * (narrower + (model.qk_rope_head_dim or 0) * size // model.hidden_size)
+    linear *= job.stack.has_own_linear_layers * (not job.trains_adapters)  # which have no product to go beside
     if layout.sequence_parallel:  # the nothings are all-gathers, and each sum leaves its result cut
         return LayersMoved(
             forward=Moved(reduce_scatter=out_of, all_gather=into + kept + loss),
             backward=Moved(reduce_scatter=into + kept, all_gather=out_of + linear),
-            again=Moved(reduce_scatter=again, all_gather=is_again * regions * size + kept_again),
+            again=Moved(reduce_scatter=again, all_gather=is_again * into_blocks + kept_again),
             beside=Moved(reduce_scatter=linear, all_gather=linear),
         )
     return LayersMoved(
@@ -188,6 +192,13 @@ def tensor_moved(job: TrainingWorkload, stage: StageShape) -> LayersMoved:
         again=Moved(all_reduce=again, all_gather=kept_again),
         beside=Moved(all_reduce=linear),
     )
+
+
+def _entering_attention(model: ModelConfig) -> int:
+    """Returns the features of a token that enter attention's parallel region: hidden states, or its latents."""
+    if model.kv_lora_rank is None:
+        return model.hidden_size
+    return (model.q_lora_rank or model.hidden_size) + model.kv_lora_rank + (model.qk_rope_head_dim or 0)
 
 
 def context_moved(job: TrainingWorkload, stage: StageShape) -> LayersMoved:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megalite.parallel.mesh import attention_matrices
 from megalite.planner.cost.stage_parameters import cut, scores_exist
 from megalite.planner.hardware import Cluster
 from megalite.planner.workload import BYTES, TrainingWorkload
@@ -136,8 +137,7 @@ def dense_flops(job: TrainingWorkload, layer: int) -> float:
     """Returns the FLOPs of products with weights in a block's forward pass of one micro-batch, over all tensor-parallel
     ranks: Narayanan 2021, appendix, with the sizes of any family."""
     model = job.model
-    hidden, query = model.hidden_size, model.num_attention_heads * model.head_dim
-    numbers = hidden * (2 * query + 2 * model.num_key_value_heads * model.head_dim)
+    hidden, numbers = model.hidden_size, sum(each.inputs * each.outputs for each in attention_matrices(model))
     if model.has_experts(layer):
         assert model.num_experts is not None
         active = model.num_experts_per_tok * model.moe_intermediate_size + model.shared_size
@@ -152,7 +152,8 @@ def score_flops(job: TrainingWorkload, layer: int) -> float:
     published."""
     model, length = job.model, job.sequence_length
     window = model.sliding_window if model.has_window(layer) else None
-    return 4.0 * job.micro_batch_tokens * min(length, window or length) * (model.num_attention_heads * model.head_dim)
+    widths = model.num_attention_heads * (model.head_dim + (model.v_head_dim or model.head_dim))
+    return 2.0 * job.micro_batch_tokens * min(length, window or length) * widths
 
 
 def head_flops(job: TrainingWorkload) -> float:
@@ -163,9 +164,8 @@ def head_flops(job: TrainingWorkload) -> float:
 def _products(job: TrainingWorkload, layer: int, speed: Speed) -> list[LayerTime]:
     """Returns the matrix products with weights, in order."""
     model, t, size, tokens = job.model, job.layout.tensor_parallel_size, BYTES[job.dtype], job.micro_batch_tokens
-    hidden, query = model.hidden_size, cut(model.num_attention_heads * model.head_dim, t)
-    key_value = cut(model.num_key_value_heads * model.head_dim, t)
-    found = [speed.weights(tokens, query + 2 * key_value, hidden, size), speed.weights(tokens, hidden, query, size)]
+    hidden = model.hidden_size
+    found = _attention_products(job, speed)
     if not model.has_experts(layer):
         features, gates = cut(model.intermediate_size, t), 2 if model.gated_mlp else 1
         found.append(speed.weights(tokens, gates * features, hidden, size))
@@ -181,6 +181,19 @@ def _products(job: TrainingWorkload, layer: int, speed: Speed) -> list[LayerTime
         found += [speed.weights(tokens, 2 * shared, hidden, size), speed.weights(tokens, hidden, shared, size)]
     found.append(speed.product(rows, 2 * features, hidden, size, experts))
     return [*found, speed.product(rows, hidden, features, size, experts)]
+
+
+def _attention_products(job: TrainingWorkload, speed: Speed) -> list[LayerTime]:
+    """Returns the products of attention with weights; queries, keys and values of hidden states share one."""
+    model, t, size, tokens = job.model, job.layout.tensor_parallel_size, BYTES[job.dtype], job.micro_batch_tokens
+    *made, output = attention_matrices(model)
+    inputs, outputs = output.sides(t)
+    last = speed.weights(tokens, outputs, inputs, size)
+    if model.kv_lora_rank is None:
+        return [speed.weights(tokens, sum(each.sides(t)[1] for each in made), model.hidden_size, size), last]
+    parts = t if job.layout.sequence_parallel else 1  # of a cut sequence, latents are computed on a slice
+    rows = [tokens // parts if each.cut == "none" else tokens for each in made]
+    return [*(speed.weights(row, *each.sides(t)[::-1], size) for row, each in zip(rows, made, strict=True)), last]
 
 
 def _attention(job: TrainingWorkload, layer: int, speed: Speed) -> LayerTime:

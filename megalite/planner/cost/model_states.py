@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from megalite.config import Config, ModelConfig, ResolvedLayout
 from megalite.config.deepspeed import has
 from megalite.config.sections import AdapterConfig
+from megalite.parallel.mesh import attention_matrices
 from megalite.planner.cost.muon import orthogonalized_numbers, working_bytes
 from megalite.planner.cost.stage_parameters import StageShape, cut
 from megalite.planner.workload import BYTES, TrainingWorkload
@@ -185,13 +186,9 @@ def dealt_experts(job: TrainingWorkload, stage: StageShape) -> int:
 def adapter_numbers(model: ModelConfig, adapter: AdapterConfig, stage: StageShape, tensor_parallel_size: int) -> int:
     """Returns the numbers of adapters on one rank of a stage; 0 without any."""
     tp, hidden, features = tensor_parallel_size, model.hidden_size, model.intermediate_size
-    query, key_value = (heads * model.head_dim for heads in (model.num_attention_heads, model.num_key_value_heads))
-    by_column = {"q_proj": query, "k_proj": key_value, "v_proj": key_value}
-    by_row = {"o_proj": query}
+    sides = {matrix.name: sum(matrix.sides(tp)) for matrix in attention_matrices(model)}
     if model.num_experts is None:
-        by_column |= {"gate_proj": features, "up_proj": features} if model.gated_mlp else {"up_proj": features}
-        by_row["down_proj"] = features
-    # of each projection one factor is cut as the weight is, the other has a side of `hidden` and is whole
-    cut_sides = sum(cut(size, tp) for name, size in (by_column | by_row).items() if adapter.adapts(name))
-    whole_sides = sum(hidden for name in by_column | by_row if adapter.adapts(name))
-    return stage.blocks * adapter.rank * (cut_sides + whole_sides)
+        dense = ("gate_proj", "up_proj", "down_proj") if model.gated_mlp else ("up_proj", "down_proj")
+        sides |= dict.fromkeys(dense, cut(features, tp) + hidden)
+    # of each projection one factor has the side that is cut as the weight is, the other the whole one
+    return stage.blocks * adapter.rank * sum(size for name, size in sides.items() if adapter.adapts(name))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megalite.config import ModelConfig
+from megalite.parallel.mesh import attention_matrices
 from megalite.planner.cost.stage_parameters import StageShape, cut
 from megalite.planner.workload import TrainingWorkload
 
@@ -15,12 +16,15 @@ ITERATIONS = 5  # of Newton and Schulz, of three products each
 def _matrices(model: ModelConfig, layer: int) -> Iterator[tuple[Matrix, int]]:
     """Yields the matrices of a block that are made orthogonal, and how many of each there are."""
     hidden = model.hidden_size
-    query, key_value = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
-    yield (hidden, query), 2
-    yield (hidden, key_value), 2
+    for matrix in attention_matrices(model):
+        if matrix.cut != "none":  # whole sides first
+            sides = matrix.inputs, matrix.outputs
+            yield (sides if matrix.cut == "outputs" else sides[::-1]), 1
     if model.has_experts(layer):
         assert model.num_experts is not None
         yield (hidden, model.moe_intermediate_size), 3 * model.num_experts
+        if model.n_shared_experts:
+            yield (hidden, model.shared_size), 3
     else:
         yield (hidden, model.intermediate_size), 3 if model.gated_mlp else 2
 

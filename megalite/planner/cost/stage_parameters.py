@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 
 from megalite.config import Config, ModelConfig, ResolvedLayout
 from megalite.config.sections import PipelineSchedule
-from megalite.parallel.mesh import block_cost, head_cost, stage_boundaries
+from megalite.parallel.mesh import attention_matrices, block_cost, head_cost, stage_boundaries
 from megalite.planner.workload import Recompute, TrainingWorkload
 from megalite.schedules.tables import Schedule, placement, positions_by_stage
 
@@ -165,16 +165,18 @@ def block_parameters(model: ModelConfig, layer: int, tp: int) -> int:
 
 
 def attention_parameters(model: ModelConfig, tp: int) -> int:
-    """Returns the parameters of projections, their biases, and the norms of queries and keys."""
-    hidden = model.hidden_size
-    query, key_value = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
-    rows = cut(query, tp) + 2 * cut(key_value, tp)
-    numbers = rows * (hidden + model.attention_bias) + cut(query, tp) * hidden
-    numbers += hidden * model.attention_output_bias
-    if model.query_key_norm == "per_head":
+    """Returns the parameters of projections, their biases, and the norms of queries and keys, or of latents."""
+    numbers = 0
+    for matrix in attention_matrices(model):
+        inputs, outputs = matrix.sides(tp)
+        numbers += outputs * (inputs + matrix.has_bias)
+    if model.kv_lora_rank is not None:
+        numbers += norm_parameters(model, model.kv_lora_rank + (model.q_lora_rank or 0))
+    elif model.query_key_norm == "per_head":
         numbers += 2 * norm_parameters(model, model.head_dim)
     elif model.query_key_norm == "full_width":
-        numbers += cut(query, tp) + cut(key_value, tp)
+        heads = model.num_attention_heads, model.num_key_value_heads
+        numbers += sum(cut(count * model.head_dim, tp) for count in heads)
     return numbers
 
 

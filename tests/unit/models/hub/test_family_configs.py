@@ -82,6 +82,8 @@ def test_a_missing_key_means_what_it_means_to_transformers(model_type: str) -> N
     for key, value in known.must_be.items():
         assert getattr(theirs, key, value) in (value, None), key
     sizes = {known.all_keys[option]: value for option, value in ODD_SIZES.items() if option in known.all_keys}
+    if model_type == "deepseek_v2":  # null by default, with which it does not run
+        sizes["num_experts_per_tok"] = 6
     said = transformers.AutoConfig.for_model(model_type, **sizes).to_dict()
     if model_type == "phi3":
         said["rope_parameters"].pop("original_max_position_embeddings", None)
@@ -205,6 +207,8 @@ REFUSED_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
     ({"model_type": "smollm3", "no_rope_layers": [1, 0]}, "2 no_rope_layers for 3"),
     ({"model_type": "mixtral", "router_jitter_noise": 0.1}, "router_jitter_noise"),
+    ({"model_type": "deepseek_v2", "num_experts_per_tok": 6, "topk_method": "noaux_tc"}, "topk_method 'noaux_tc'"),
+    ({"model_type": "deepseek_v3", "rope_interleave": False}, "rope_interleave False"),
 ]
 
 

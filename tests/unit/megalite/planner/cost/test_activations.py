@@ -35,6 +35,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **{"num_experts": 4, "moe_intermediate_size": 96, "n_shared_experts": 2, "scoring_func": "sigmoid"},
         **{"e_score_correction_bias": True, "n_group": 2, "topk_group": 1},
     },
+    "latents": {
+        **{"q_lora_rank": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 24},
+        "num_key_value_heads": 8,
+    },
+    "latents of keys": {
+        **{"kv_lora_rank": 32, "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 32},
+        "num_key_value_heads": 8,
+    },
 }
 MODES: tuple[Recompute, ...] = ("none", "selective", "full")
 
