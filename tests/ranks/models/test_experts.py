@@ -300,15 +300,16 @@ def test_stages_balance_by_what_a_token_costs() -> None:
     assert sparse == attention + 8 * HIDDEN + 2 * 3 * HIDDEN * 30
 
 
-MOE = {"num_experts": 11, "num_experts_per_tok": 2, "moe_intermediate_size": 29, "mlp_only_layers": [1]}
+MOE = {"num_experts": 12, "num_experts_per_tok": 2, "moe_intermediate_size": 29, "mlp_only_layers": [1]}
 DEEPSEEK = MOE | SIGMOIDS | {"n_shared_experts": 2, "routed_scaling_factor": 1.5}
 LOSSES = {"sequence_loss": 0.3, "z_loss": 0.2}  # large: their gradients are a fifth of the whole
-# a micro-batch of one sequence is 10 rows for 11 experts: on every rank some are idle
+# a micro-batch of one sequence is 10 rows for 12 experts: on every rank some are idle
 BASE = Case(model=MOE, micro_batch=1, sequence=5, steps=2, optimizer="sgd", learning_rate=0.1, router=LOSSES)
 TRAININGS = [
     replace(BASE, dp=2),
     replace(BASE, dp=2, zero=2),
     replace(BASE, dp=2, zero=3, recompute="full"),
+    replace(BASE, dp=2, ep=2, zero=2, recompute="full"),
     replace(BASE, pp=2, accumulation=2),
     replace(BASE, pp=2, accumulation=2, schedule="zero-bubble"),
     replace(BASE, tp=2, micro_batch=2),

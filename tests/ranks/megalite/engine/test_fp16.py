@@ -69,9 +69,10 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 
         Case(dp=2, zero=3, clipping=0.5, **FP16),
         Case(dp=2, offload={"optimizer": "cpu"}, clipping=0.5, **FP16),
         Case(tp=2, router={"sequence_loss": 0.1, "z_loss": 0.1}, **FP16 | {"model": EXPERTS}),
+        Case(dp=2, ep=2, zero=2, clipping=0.5, **FP16 | {"model": EXPERTS}),
         Case(dp=2, adapter={"name": "lora", "rank": 3, "alpha": 7.0}, **FP16 | {"model": {}}),
     ],
-    ids=["pipeline", "replicas", "ZeRO-3", "offload", "experts", "adapters"],
+    ids=["pipeline", "replicas", "ZeRO-3", "offload", "experts", "dealt experts", "adapters"],
 )
 def test_fp16_with_a_scale_that_is_too_large_at_first(case: Case) -> None:
     """The steps that overflow change nothing, and what follows is training in fp32 but for fp16's rounding.
@@ -80,7 +81,7 @@ def test_fp16_with_a_scale_that_is_too_large_at_first(case: Case) -> None:
     """
     halves = run_ranks(_fp16_steps, 2, case)
     plain = {"zero": 1, "schedule": "1f1b", "offload": {}, "dtype": "fp32", "fp16": {}, "reduction": None}
-    serial = replace(case, tp=1, pp=1, dp=1, global_batch=case.batch, **plain)
+    serial = replace(case, tp=1, pp=1, dp=1, ep=1, global_batch=case.batch, **plain)
     start = assemble(run_ranks(_fp16_steps, 1, replace(serial, steps=1, learning_rate=1e-12)))
     (alone,) = run_ranks(_fp16_steps, 1, serial)
     whole, norms = assemble([alone]), alone["norms"]
@@ -132,6 +133,7 @@ HEAD_NORM = "model.norm.weight"
         (Case(tp=2), "model.layers.1.mlp.down_proj.weight"),
         (Case(tp=2, sequence_parallel=True, sequence=34), HEAD_NORM),
         (Case(tp=2, model=EXPERTS), "model.layers.1.mlp.experts.down_proj.weight"),
+        (Case(dp=2, ep=2, model=EXPERTS), "model.layers.1.mlp.experts.down_proj.weight"),
         (Case(dp=2), HEAD_NORM),
         (Case(dp=2, zero=2), HEAD_NORM),
         (Case(dp=2, zero=3), HEAD_NORM),

@@ -69,6 +69,7 @@ OPTIMIZER = [
     Case(pp=2, dp=2, accumulation=2, model=TIED, schedule="zb-v"),
     Case(pp=2, dp=2, zero=2, accumulation=3, model=TIED, schedule="zb-v", **SGD),  # in parts of backward
     Case(dp=2, zero=3, accumulation=2),
+    Case(dp=2, ep=2, zero=2, model={"num_experts": 4, "moe_intermediate_size": 30}, **SGD),
     Case(pp=2, dp=2, zero=3, accumulation=2, schedule="interleaved", **SGD),  # not all weights in the first backward
 ]
 MORE_OPTIMIZER = [

@@ -34,6 +34,8 @@ TIED = {"tie_word_embeddings": True}
 MATRIX = "model.layers.2.mlp.down_proj.weight"
 NORM = "model.layers.0.input_layernorm.weight"
 EMBEDDING = "model.embed_tokens.weight"
+EXPERTS = {"num_experts": 4, "moe_intermediate_size": 29}
+STACK = "model.layers.2.mlp.experts.down_proj.weight"
 
 
 def flip(numbers: Tensor, index: int = 3, bit: int = 0) -> None:
@@ -145,6 +147,8 @@ LAYOUTS = [
     ),
     Layout(Case(dp=3, zero=2), (Damage(1, MATRIX, (1,)), Damage(2, NORM, (2,)))),
     Layout(Case(dp=3, zero=2, dtype="bf16"), (Damage(0, MATRIX, (0,)),)),
+    # replicas 1 and 3 hold the same experts, 0 and 2 others
+    Layout(Case(dp=4, ep=2, micro_batch=1, model=EXPERTS), (Damage(3, STACK, (1, 3)), Damage(2, NORM, (2,)))),
     Layout(Case(tp=2, pp=2, accumulation=2, model=TIED), (Damage(3, EMBEDDING, (1, 3)), Damage(0, NORM, (0, 1)))),
     Layout(
         Case(tp=2, pp=2, accumulation=2, model=TIED, dtype="bf16"),

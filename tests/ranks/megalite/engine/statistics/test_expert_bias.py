@@ -32,7 +32,7 @@ from tests.helpers.engine_cases import Case, engine_of, global_batches, micro_ba
 from tests.helpers.rank_pool import run_ranks
 from tests.helpers.saving import save
 
-EXPERTS, TOP_K, RATE = 11, 2, 0.02  # a fifth of a mean score: choices are others than without it
+EXPERTS, TOP_K, RATE = 12, 2, 0.02  # a fifth of a mean score: choices are others than without it
 MOE = {"num_experts": EXPERTS, "num_experts_per_tok": TOP_K, "moe_intermediate_size": 29, "mlp_only_layers": [1]}
 BASE = Case(
     model=MOE,
@@ -48,6 +48,7 @@ LAYOUTS = [
     replace(BASE, dp=2),
     replace(BASE, dp=2, zero=2),
     replace(BASE, dp=2, zero=3, recompute="full"),
+    replace(BASE, dp=2, ep=2, recompute="full"),
     replace(BASE, pp=2, recompute="full"),
     replace(BASE, pp=2, schedule="zero-bubble"),
     replace(BASE, tp=2, micro_batch=2),
@@ -234,7 +235,7 @@ def not_taken(rank: int, case: Case) -> dict[str, Any]:
     return {"moved": moved, "differing": [each.parameter for each in find_disagreements(engine)]}
 
 
-@pytest.mark.parametrize("case", [replace(BASE, dp=2), replace(BASE, dp=2, zero=2), replace(BASE, tp=2)], ids=str)
+@pytest.mark.parametrize("case", [replace(BASE, dp=2, ep=2), replace(BASE, dp=2, zero=2), replace(BASE, tp=2)], ids=str)
 def test_a_step_that_is_not_taken_leaves_biases_and_the_self_check_compares_them(case: Case) -> None:
     for seen in run_ranks(not_taken, 2, case):
         taken = seen["moved"].pop("taken")
