@@ -9,6 +9,7 @@ MixtralSparseMoeBlock, Qwen3MoeSparseMoeBlock and DeepseekV3MoE. T: tokens of th
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -52,11 +53,15 @@ class SparseMLP(HasPasses):
         weights = self.balance(choice.weights, choice.logits, choice.scores, choice.experts, routes.ends)
         rows = _ToExperts.apply(x, routes, self.run)
         if self.tp.experts.size > 1:
-            outputs = through_experts(self.experts, rows, routes.ends, self.tp.experts)
+            beside = partial(self._shared, hidden)
+            outputs, shared = through_experts(self.experts, rows, routes.ends, self.tp.experts, beside)
         else:
-            outputs = self.experts(rows, routes.ends)  # [T*k, hidden]
+            outputs, shared = self.experts(rows, routes.ends), self._shared(hidden)  # [T*k, hidden] and as the input
         routed = leave_parallel_region(_ToTokens.apply(outputs, weights, routes, self.run), self.tp)
-        return routed if self.shared_experts is None else routed + self.shared_experts(hidden)
+        return routed if shared is None else routed + shared
+
+    def _shared(self, hidden: Tensor) -> Tensor | None:
+        return None if self.shared_experts is None else self.shared_experts(hidden)
 
 
 class ExpertChoice(NamedTuple):

@@ -3,6 +3,7 @@
 In: this rank's rows `[rows, hidden]`, grouped by expert, of all experts. Out: the rows of all ranks that go to this
 rank's experts, grouped by expert; and on the way back the experts' outputs in the places of the rows. No row is dropped
 and none is padded, so ranks tell each other first how many they send. The gradient of either way is the other way.
+Shared experts, which need no message, are computed while rows are under way to the others, forward and backward.
 
 Every rank of the group must come by with the same layer of the same micro-batch: replicas run one program, and a rank
 without a row takes part with none. Tensor-parallel ranks each send their copy of the rows, to that rank of the other
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalite.parallel.collectives import RankGroup
+from megalite.parallel.collectives import Begun, RankGroup
 
 
 class RowMessages(NamedTuple):
@@ -28,19 +29,17 @@ class RowMessages(NamedTuple):
     received: list[int]  # rows from each rank
     group: dist.ProcessGroup
 
-    def to_experts(self, rows: Tensor, order: Tensor) -> Tensor:
-        """`[sent rows, ...]` -> `[received rows, ...]`, grouped by expert."""
-        arrived = rows.new_empty(sum(self.received), *rows.shape[1:])
-        dist.all_to_all_single(arrived, rows.contiguous(), self.received, self.sent, group=self.group)
-        return arrived[order]
+    def to_experts(self, rows: Tensor) -> Begun:
+        """`[sent rows, ...]` -> `[received rows, ...]`, by rank and then by expert."""
+        return self._exchanged(rows.contiguous(), self.sent, self.received)
 
-    def to_tokens(self, rows: Tensor, order: Tensor) -> Tensor:
+    def to_tokens(self, rows: Tensor) -> Begun:
         """Undoes `to_experts`."""
-        leaving = torch.empty_like(rows)
-        leaving[order] = rows
-        returned = rows.new_empty(sum(self.sent), *rows.shape[1:])
-        dist.all_to_all_single(returned, leaving, self.sent, self.received, group=self.group)
-        return returned
+        return self._exchanged(rows, self.received, self.sent)
+
+    def _exchanged(self, rows: Tensor, sent: list[int], received: list[int]) -> Begun:
+        arriving = rows.new_empty(sum(received), *rows.shape[1:])
+        return Begun(arriving, dist.all_to_all_single(arriving, rows, received, sent, self.group, async_op=True))
 
 
 def _exchanged_counts(ends: Tensor, experts: RankGroup) -> tuple[RowMessages, Tensor, Tensor]:
@@ -61,16 +60,43 @@ def _exchanged_counts(ends: Tensor, experts: RankGroup) -> tuple[RowMessages, Te
     return RowMessages(sent, received, experts.group), expert_of_row.argsort(stable=True), own_ends
 
 
-class _SendToExperts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, messages: RowMessages) -> Tensor:
-        ctx.save_for_backward(order)
-        ctx.messages = messages
-        return messages.to_experts(rows, order)
+def _as_arrived(rows: Tensor, order: Tensor) -> Tensor:
+    """Undoes `arrived[order]`."""
+    result = torch.empty_like(rows)
+    result[order] = rows
+    return result
+
+
+class _BeginToExperts(torch.autograd.Function):
+    """Begins to send rows; what it returns is complete when `pending`, the message, has been waited for. Backward takes
+    the gradient that `_EndToExperts` has begun to send back, so that others are computed between the two."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.messages.to_tokens(grad, *ctx.saved_tensors), None, None
+    def forward(ctx: Any, rows: Tensor, messages: RowMessages, pending: list[Begun]) -> Tensor:
+        ctx.pending = pending
+        pending.append(messages.to_experts(rows))
+        return pending[0].tensor
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.pending.pop().wait(), None, None
+
+
+class _EndToExperts(torch.autograd.Function):
+    """Waits for the message, and groups its rows by expert."""
+
+    @staticmethod
+    def forward(ctx: Any, arriving: Tensor, order: Tensor, messages: RowMessages, pending: list[Begun]) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.messages, ctx.pending = messages, pending
+        pending.pop().wait()
+        return arriving[order]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        leaving = _as_arrived(grad, *ctx.saved_tensors)
+        ctx.pending.append(ctx.messages.to_tokens(leaving))
+        return leaving, None, None, None  # of the right shape; its numbers are on their way
 
 
 class _SendBack(torch.autograd.Function):
@@ -78,18 +104,29 @@ class _SendBack(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, order: Tensor, messages: RowMessages) -> Tensor:
         ctx.save_for_backward(order)
         ctx.messages = messages
-        return messages.to_tokens(rows, order)
+        return messages.to_tokens(_as_arrived(rows, order)).wait()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.messages.to_experts(grad, *ctx.saved_tensors), None, None
+        (order,) = ctx.saved_tensors
+        return ctx.messages.to_experts(grad).wait()[order], None, None
 
 
 def through_experts(
-    compute: Callable[[Tensor, Tensor], Tensor], rows: Tensor, ends: Tensor, experts: RankGroup
-) -> Tensor:
+    compute: Callable[[Tensor, Tensor], Tensor],
+    rows: Tensor,
+    ends: Tensor,
+    experts: RankGroup,
+    beside: Callable[[], Tensor | None],
+) -> tuple[Tensor, Tensor | None]:
     """Returns what all ranks' experts make of this rank's rows, `[rows, hidden]`, which `ends` `[experts]` deals to
-    them. `compute` applies this rank's experts to rows and where those of each end."""
+    them; and what `beside` computes while rows are under way.
+
+    `compute` applies this rank's experts to rows and where those of each end.
+    """
     messages, order, own_ends = _exchanged_counts(ends, experts)
-    outputs = compute(_SendToExperts.apply(rows, order, messages), own_ends)
-    return _SendBack.apply(outputs, order, messages)
+    pending: list[Begun] = []
+    arriving = _BeginToExperts.apply(rows, messages, pending)
+    other = beside()
+    outputs = compute(_EndToExperts.apply(arriving, order, messages, pending), own_ends)
+    return _SendBack.apply(outputs, order, messages), other

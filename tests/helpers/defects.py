@@ -31,7 +31,7 @@ from megalite.engine.pipeline.pipeline_runtime import ProgramRun
 from megalite.engine.reduction.gradient_reduction import GradientReducer
 from megalite.engine.reduction.partitioned_step import PartitionedStep
 from megalite.engine.statistics.source_losses import SourceLosses
-from megalite.parallel.collectives import TensorParallel, all_gather, parameter_in_parallel_region
+from megalite.parallel.collectives import Begun, TensorParallel, all_gather, parameter_in_parallel_region
 from megalite.schedules.program import Compute, Message, MessageKind, Receive
 
 
@@ -400,7 +400,11 @@ def key_gradients_are_not_reduced() -> None:
 def tokens_come_back_to_a_neighbour() -> None:
     """Outputs of experts return one place late."""
     original = expert_dispatch.RowMessages.to_tokens
-    expert_dispatch.RowMessages.to_tokens = lambda self, *rest: original(self, *rest).roll(1, 0)  # type: ignore[method-assign]
+
+    def late(self: Any, rows: Tensor) -> Begun:
+        return Begun(original(self, rows).wait().roll(1, 0), None)
+
+    expert_dispatch.RowMessages.to_tokens = late  # type: ignore[method-assign]
 
 
 def an_expert_has_a_row_of_its_neighbour() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -16,7 +18,8 @@ from megalite.config import ModelConfig
 from megalite.config.sections import RouterConfig
 from megalite.monitor.expert_usage import ExpertUsage
 from megalite.parallel import linear
-from megalite.parallel.collectives import RankGroup, TensorParallel
+from megalite.parallel.collectives import Begun, RankGroup, TensorParallel
+from megalite.parallel.expert_dispatch import RowMessages
 from megalite.parallel.layers import LayerSpec, SerialModel, make_layer, named_shards
 from models.decoder import decoder_layers
 from models.experts import Router, SparseMLP
@@ -267,6 +270,7 @@ def test_experts_dealt_over_replicas_are_those_of_one_process(ep: int, tp_size: 
     """Catches a row that comes back to another token, counts that are off, and ranks that wait for one without rows:
     all tokens of all replicas may choose one expert."""
     models = [(model_of(experts=8, top_k=3), ROUTINGS), (model_of(experts=4, top_k=1), [*ROUTINGS, "one expert"])]
+    models.append((model_of(experts=4, n_shared_experts=1, norm_topk_prob=False), ROUTINGS))
     cases = [(m, routing, sp) for m, routings in models for routing in routings for sp in {False, tp_size > 1}]
     ranks = run_ranks(_dealt, ep * tp_size, tp_size, ep, cases)
     for (model, routing, sp), *seen in zip(cases, *ranks, strict=True):
@@ -283,12 +287,48 @@ def test_experts_dealt_over_replicas_are_those_of_one_process(ep: int, tp_size: 
             own = {name: gradient for name, _, _, gradient in one["gradients"]}
             numbers = dict.fromkeys(total, 0)
             for name, _, source, gradient in (piece for rank in of_replica for piece in rank["gradients"]):
-                want = (total if ".experts." in name else own)[name][source]
+                want = (total if _is_dealt(name) else own)[name][source]
                 torch.testing.assert_close(gradient, want, atol=NEAR, rtol=0, msg=f"{name} {routing} {sp}")
                 numbers[name] += gradient.numel()
-            held = {name for name, count in numbers.items() if count and ".experts." in name}
+            held = {name for name, count in numbers.items() if count and _is_dealt(name)}
             assert len(held) == 3 * model.num_experts // ep
             assert all(numbers[name] == total[name].numel() for name in held)
+
+
+def _noted(rank: int) -> list[str]:
+    """What happens in a forward and a backward, in order."""
+    block = sparse_mlp(
+        model_of(experts=4, n_shared_experts=1), TensorParallel(experts=RankGroup(2, rank, dist.group.WORLD))
+    )
+    events, exchanged = list[str](), RowMessages._exchanged
+
+    def noted(self: RowMessages, *arguments: Any) -> Begun:
+        begun = exchanged(self, *arguments)
+        events.append("begin")
+
+        def wait() -> None:
+            events.append("wait")
+            begun.wait()
+
+        return Begun(begun.tensor, SimpleNamespace(wait=wait))  # type: ignore[arg-type]
+
+    shared = block.shared_experts
+    assert isinstance(shared, nn.Module)
+    shared.register_forward_hook(lambda *_: events.append("shared"))
+    next(shared.parameters()).register_hook(lambda _: events.append("shared"))
+    with patch.object(RowMessages, "_exchanged", noted):
+        x, direction = hidden_states()
+        block(x).backward(direction)
+    return events
+
+
+def test_shared_experts_are_computed_while_tokens_are_under_way() -> None:
+    forward, backward = ["begin", "shared", "wait", "begin", "wait"], ["begin", "wait", "begin", "shared", "wait"]
+    assert run_ranks(_noted, 2) == [forward + backward] * 2
+
+
+def _is_dealt(name: str) -> bool:
+    return name.startswith("mlp.experts.")
 
 
 def test_stages_balance_by_what_a_token_costs() -> None:
