@@ -18,6 +18,7 @@ from launch.trainer.start.run_config import load_run_config
 from megalite.config import Config
 from megalite.config.deepspeed import check_pass_through
 from megalite.config.suggestions import NAME, NUMBER, OptionPath, dotted, option_paths
+from megalite.training.learning_rate import rate_lines
 
 if TYPE_CHECKING:
     from megalite.config.documentation.option_docs import OptionFacts
@@ -136,7 +137,7 @@ def _write(text: str, output: Path | None, overwrite: bool) -> None:
 
 @config_app.command()
 def show(config_path: ConfigPath, overrides: Overrides = None, as_json: AsJson = False) -> None:
-    """Print the config with all defaults filled in.
+    """Print the config with all defaults filled in, and below it the learning rate at the steps where it turns.
 
     Example: `megalite config show configs/quickstart.yaml training.steps=20`
     """
@@ -144,7 +145,8 @@ def show(config_path: ConfigPath, overrides: Overrides = None, as_json: AsJson =
     if as_json:
         print_json(config.model_dump(mode="json"))
     else:
-        print_result(config.to_yaml(), end="")
+        lines = ["learning rate", *(f"  {line}" for line in rate_lines(config))]
+        print_result(config.to_yaml() + "".join(f"# {line}\n" for line in lines), end="")
 
 
 def _names_from(incomplete: str) -> list[str]:

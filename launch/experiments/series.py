@@ -196,7 +196,7 @@ def length_free(config: Config) -> list[str]:
     """Returns overrides without which a short run of `config` without checkpoints would be refused."""
     overrides = []
     if config.schedule.name == "wsd":  # its decay may be longer than the run; the rate changes no time
-        overrides += ["schedule.name=constant", "schedule.decay_steps=null"]
+        overrides += ["schedule.name=constant", "schedule.decay_steps=null", "schedule.decay_tokens=null"]
     for name in ("not_finite", "loss_spike"):
         if getattr(config.guards, name) == "rollback":
             overrides.append(f"guards.{name}=skip")

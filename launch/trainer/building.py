@@ -139,7 +139,7 @@ def build_run(
     prediction = PredictionTracker(config, layout, rank, device, lookup)
     progress.begin("looking for a checkpoint and checking its files")
     start = agree_on_start(config, rank, data, activity, flags)
-    config = start.counted(config)
+    config = start.counted(config, data.training.samples_per_epoch)
     prediction.count_from(config)
     setup = RunSetup(config, layout, rank, data.from_position(config, start.followed), start)
     if rank.rank == 0:

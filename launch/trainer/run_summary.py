@@ -21,9 +21,11 @@ from launch.trainer.start.run_folder import layout_facts
 from megalite.checkpoint.durable_files import room_at
 from megalite.config import Config, ResolvedLayout
 from megalite.config.batch_stage_text import format_stage, stage_facts
+from megalite.config.schedule_phases import stated_by_tokens
 from megalite.planner.cost.checkpoints import megalite_bytes_per_parameter
 from megalite.planner.cost.model_states import adapter_numbers
 from megalite.planner.cost.stage_parameters import StageShape, parameters, stage_shapes, stages_of
+from megalite.training.learning_rate import rate_lines
 from megalite.units import about, count, duration, epochs, gib, of_stages, plural, seconds
 
 log = get_logger(__name__)
@@ -40,6 +42,7 @@ def run_facts(config: Config, layout: ResolvedLayout, data: RunData, start: Star
     shape, end = batches.shape_after(start.step), start.followed.samples_at_end(config)
     tokens_left = batches.tokens_after(start.step + left) - batches.tokens_after(start.step)
     modes = config.recompute.by_stage(layout.pipeline_parallel_size)
+    turns = bool(config.optimizer.reference_batch_size or stated_by_tokens(config.schedule))  # where batches tell
     return {
         "run_dir": str(config.run_dir),
         "start": {
@@ -73,6 +76,7 @@ def run_facts(config: Config, layout: ResolvedLayout, data: RunData, start: Star
             "micro_batches": shape.micro_batches(layout.data_parallel_size),
             "stages": stage_facts(config),
         },
+        "learning_rate": rate_lines(config) if turns else [],
         "data": {
             "paths": config.data.prefixes,
             "samples": samples.samples_per_epoch,
@@ -165,6 +169,7 @@ def summary_lines(facts: Facts) -> Lines:
             f"on each replica {number:,} micro-batch{'es' * (number > 1)} of {size:,}",
         ),
         *(("batch", format_stage(stage)) for stage in batch["stages"]),
+        *(("learning rate", line) for line in facts["learning_rate"]),
         *_data_lines(data),
         ("length", f"{plural(length['steps'], 'step')}{done}, {count(length['tokens_left'])} tokens{evaluated}"),
     ]
@@ -243,11 +248,14 @@ def warning_of_long_step(step_s: float, global_batch_size: int) -> str | None:
 
 def warning_of_warmup(config: Config) -> str | None:
     """Returns a warning where a run ends before its warmup does."""
-    if config.schedule.warmup_steps <= config.total_steps:
+    phases = config.phases
+    if phases is None or phases.warmup <= phases.end:
         return None
+    warmup = "the warm-up of" if phases.by_tokens else "schedule.warmup_steps"
+    unit = "tokens" if phases.by_tokens else "steps"
     return (
-        f"schedule.warmup_steps {config.schedule.warmup_steps:,} is longer than the run of {config.total_steps:,} "
-        "steps, which ends before it reaches optimizer.learning_rate"
+        f"{warmup} {phases.warmup:,} {unit * phases.by_tokens}".rstrip()
+        + f" is longer than the run of {phases.end:,} {unit}, which ends before it reaches optimizer.learning_rate"
     )
 
 

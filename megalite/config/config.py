@@ -24,6 +24,7 @@ from megalite.config.data import DataConfig
 from megalite.config.deepspeed import check_pass_through, offloads_to_nvme
 from megalite.config.model import ModelConfig
 from megalite.config.path_or_url import local_run_dir
+from megalite.config.schedule_phases import SchedulePhases, phases_of
 from megalite.config.sections import (
     AdapterConfig,
     CheckpointConfig,
@@ -107,6 +108,7 @@ class Config(Section):
 
     _unresolved: frozenset[OptionPath] = PrivateAttr(default=frozenset())
     _done: tuple[int, int] = PrivateAttr(default=(0, 0))  # steps and tokens before `training.tokens` is counted on
+    _samples_per_epoch: int | None = PrivateAttr(default=None)  # of the data, once it is open
 
     @model_validator(mode="wrap")
     @classmethod
@@ -146,14 +148,26 @@ class Config(Section):
         resolved._unresolved = self._unresolved - chosen.keys()
         return resolved
 
-    def counted_from(self, step: int, tokens_seen: int) -> Config:
+    def counted_from(self, step: int, tokens_seen: int, samples_per_epoch: int | None = None) -> Config:
         """Returns a copy whose `total_steps` counts `training.tokens` from a checkpoint on.
 
-        Steps of the run before it may have had another batch size, so their number does not tell their tokens.
+        Steps of the run before it may have had another batch size, so their number does not tell their tokens. The size
+        of the data's epoch, once it is known, stays so.
         """
         counted = self.model_copy()
         counted._done = (step, tokens_seen)
+        counted._samples_per_epoch = samples_per_epoch or self._samples_per_epoch
         return counted
+
+    @property
+    def samples_per_epoch(self) -> int | None:
+        """Samples of one pass over the data; None before it is open."""
+        return self._samples_per_epoch
+
+    @property
+    def phases(self) -> SchedulePhases | None:
+        """The warm-up and decay in the schedule's unit; None while they are in epochs of data that is not open."""
+        return phases_of(self.schedule, self.batches, self.total_steps, self._samples_per_epoch)
 
     @property
     def is_optimizer_offloaded(self) -> bool:

@@ -129,9 +129,15 @@ class OptimizerConfig(Section):
     weight_decay: NonNegativeFloat = 0.1
     """Decay of the matrices per step, times the learning rate; norms and biases never decay."""
 
+    scale_with_batch: Literal["none", "linear", "sqrt"] = Field(default="none", examples=["sqrt"])
+    """Factor on the rate for the batch of each step, in tokens over those of the reference batch: it, or its root."""
+
+    reference_batch_size: PositiveInt | None = Field(default=None, examples=[256])
+    """Batch for which `learning_rate` is meant, in sequences of `training.sequence_length`, for `scale_with_batch`."""
+
 
 class ScheduleConfig(Section):
-    """Learning-rate schedule: a linear warm-up, then one of four shapes."""
+    """Learning-rate schedule: a linear warm-up, then one of four shapes; all of it by steps, or all of it by tokens."""
 
     name: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """Shape after the warm-up; wsd (warm-up, stable, decay) is constant until the last `decay_steps`."""
@@ -139,11 +145,23 @@ class ScheduleConfig(Section):
     warmup_steps: NonNegativeInt = Field(default=0, examples=[100])
     """Steps over which the learning rate rises linearly to its peak; a shorter run (a smoke test) ends on the way."""
 
+    warmup_tokens: NonNegativeInt | None = Field(default=None, examples=[100_000_000])
+    """The warm-up in tokens; like samples and epochs it makes the whole schedule go by tokens, 0 without a warm-up."""
+
+    warmup_samples: NonNegativeInt | None = Field(default=None, examples=[50_000])
+    """The warm-up in samples of the data, as long as the longest sequence of the run."""
+
+    warmup_epochs: PositiveFloat | None = Field(default=None, examples=[0.5])
+    """The warm-up in passes over the data, of one text."""
+
     min_learning_rate_ratio: Fraction = 0.1
     """Learning rate at the end of the run, as a fraction of the peak; ignored by constant."""
 
     decay_steps: PositiveInt | None = Field(default=None, examples=[200])
     """wsd only: length of the final decay in steps. Left out: a tenth of the run."""
+
+    decay_tokens: PositiveInt | None = Field(default=None, examples=[1_000_000_000])
+    """wsd only: length of the final decay in tokens, in place of `decay_steps`; the whole schedule goes by tokens."""
 
     def wsd_decay_steps(self, total_steps: int) -> int:
         """Length in steps of wsd's final decay in a run of `total_steps`."""

@@ -25,13 +25,8 @@ from megalite.resilience.stop_requests import Stop, StopRequests
 from megalite.tracing.activity import Operation, Phase
 from megalite.training.checkpoints import Checkpoints
 from megalite.training.evaluation import EvaluationSet, evaluate
-from megalite.training.state import (
-    TrainingInterrupted,
-    TrainingPreempted,
-    TrainingStopped,
-    TrainState,
-    learning_rate_factor,
-)
+from megalite.training.learning_rate import rate_factors
+from megalite.training.state import TrainingInterrupted, TrainingPreempted, TrainingStopped, TrainState
 
 Batches = Iterator[Sequence[MicroBatch]]
 
@@ -102,7 +97,8 @@ class _TrainingRun:
 
     def _resume_from(self, state: TrainState) -> None:
         self._state = state  # after the last step that was begun
-        self._shapes = self._config.counted_from(state.step, state.tokens_seen).batches
+        counted = self._config.counted_from(state.step, state.tokens_seen)
+        self._shapes, self._rate_factor = counted.batches, rate_factors(counted, self._total_steps)
         self._source_losses = SourceLossMeans(self._config, state.source_losses)
         self._batches = self._context.batches(state)
         self._held_back: Sequence[MicroBatch] | None = None  # of the step that is done again
@@ -174,8 +170,7 @@ class _TrainingRun:
         micro_batches = next(self._batches) if self._held_back is None else self._held_back
         self._held_back = None
         waited_s = time.perf_counter() - began
-        factor = learning_rate_factor(config.schedule, before.step, self._total_steps)
-        learning_rate = config.optimizer.learning_rate * factor
+        learning_rate = config.optimizer.learning_rate * self._rate_factor(before.step)
         self._engine.use_shape(self._shapes.shape_after(before.step))
         result = self._engine.train_step(micro_batches, learning_rate, self._context.guard)
         self._state = after = self._after(before, skipped=False)

@@ -42,6 +42,9 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
     "dualpipev": {"parallel": PIPELINE | {"pipeline_schedule": "dualpipev"}},
 }
 SPOILED = 20  # a sample of step 7
+RATES = [
+    RATE * factor for factor in (0.25, 0.5, 0.75, *[2**0.5] * 6)
+]  # a warm-up of 512 tokens, then of twice the batch
 USUAL = ("one rank", "data", "tensor, sequence cut", "1f1b", "zb-v", "zero 3")
 
 
@@ -76,7 +79,8 @@ def staged(tiny: dict[str, Any], hub: Path) -> dict[str, Any]:
         **{"gradient_clipping": CLIP, "evaluation": {"interval": 5, "samples": 4}},
     }
     tiny["optimizer"] = {"name": "sgd", "learning_rate": RATE, "weight_decay": 0.0}
-    tiny["schedule"] = {"name": "constant"}
+    tiny["optimizer"] |= {"scale_with_batch": "sqrt", "reference_batch_size": 4}
+    tiny["schedule"] = {"name": "constant", "warmup_tokens": 512}
     tiny["monitor"] = {"plot": False, "report": False}
     return tiny
 
@@ -89,7 +93,7 @@ def reference(hub: Path, corpus: Path) -> list[tuple[float, float]]:
     """
     samples, taken, found = PackedSamples([corpus], LONGEST, 0, "train", 0.3), 0, []
     model = transformers.AutoModelForCausalLM.from_pretrained(hub, dtype=torch.float64, attn_implementation="eager")
-    for rows, length in SHAPES:
+    for (rows, length), rate in zip(SHAPES, RATES, strict=True):
         count = rows * length // LONGEST
         read = [samples.sample(k).tokens.astype(np.int64) for k in range(taken, taken + count)]
         inputs, targets = (np.concatenate([one[cut] for one in read]) for cut in (slice(None, -1), slice(1, None)))
@@ -101,7 +105,7 @@ def reference(hub: Path, corpus: Path) -> list[tuple[float, float]]:
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter -= RATE * parameter.grad
+                parameter -= rate * parameter.grad
         found.append((loss.item(), norm.item()))
     assert all(norm > CLIP for _, norm in found), "the clip bites in each step"
     return found
@@ -126,6 +130,7 @@ def test_every_layout_trains_as_transformers_over_changes_of_the_batch(
     for record, (loss, norm) in zip(records, reference, strict=True):
         assert record["loss"] == pytest.approx(loss, rel=2e-5), (layout, record["step"])
         assert record["grad_norm"] == pytest.approx(norm, rel=2e-4), (layout, record["step"])
+    assert [one["learning_rate"] for one in records] == pytest.approx(RATES, rel=1e-12), layout
     assert [one["samples"] for one in records[2:5]] == [[4, 6], [6, 10], [10, 14]]
     assert records[-1]["tokens_seen"] == sum(rows * length for rows, length in SHAPES) == 64 * records[-1]["samples"][1]
 
@@ -159,6 +164,7 @@ def test_killed_and_resumed_on_another_layout_equals_uninterrupted(
     assert [(one["global_batch_size"], one["sequence_length"]) for one in records] == SHAPES
     for record, (loss, _) in zip(records, reference, strict=True):
         assert record["loss"] == pytest.approx(loss, rel=2e-5), record["step"]
+    assert [one["learning_rate"] for one in records] == pytest.approx(RATES, rel=1e-12)
 
 
 def spoiled_and_late(folder: Path, rank: int, is_late: bool) -> None:

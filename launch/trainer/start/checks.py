@@ -120,7 +120,7 @@ def position_without_lock(config: Config, flags: StartFlags, *, may_download: bo
     if may_be_on_mirror and not may_download:
         later = f"the run resumes from {config.checkpoint.mirror} if that has a checkpoint: a dry run does not look"
         start = replace(start, notices=(*start.notices, later))
-    config = start.counted(config, is_certain=not may_be_on_mirror)
+    config = start.counted(config, data.training.samples_per_epoch, is_certain=not may_be_on_mirror)
     return RunPosition(config, data.from_position(config, start.followed), start)
 
 

@@ -19,9 +19,8 @@ from megalite.checkpoint.manifest import Manifest
 from megalite.config import Config, ModelConfig
 from megalite.config.base import section_of
 from megalite.config.errors import shown
-from megalite.config.sections import ScheduleConfig
 from megalite.config.suggestions import dotted
-from megalite.training.state import learning_rate_factor
+from megalite.training.learning_rate import rate_factors
 
 OptionName = str  # dotted, such as `optimizer.betas`
 
@@ -101,17 +100,17 @@ def learning_rate_jump(manifest: Manifest, config: Config) -> tuple[float, float
     """Returns the learning rates of the last step before a checkpoint and the first behind it, if another length,
     schedule or peak than the checkpoint's sets them more than `JUMP` apart; None if not, or if they are not known.
     """
-    peak = (manifest.config.get("optimizer") or {}).get("learning_rate")
-    steps = int((manifest.config.get("training") or {}).get("steps") or 0)
+    named = {name: manifest.config[name] for name in Config.model_fields if name in manifest.config}
     try:
-        schedule = ScheduleConfig.model_validate(manifest.config.get("schedule") or {})
+        saved = Config.model_validate(named).counted_from(0, 0, config.samples_per_epoch)
     except ValidationError:
         return None
-    if peak is None or not steps or not 0 < manifest.step < config.total_steps:
+    steps, peak = saved.training.steps, saved.optimizer.learning_rate
+    if not steps or not 0 < manifest.step < config.total_steps:
         return None
-    before = float(peak) * learning_rate_factor(schedule, manifest.step - 1, steps)
-    planned = float(peak) * learning_rate_factor(schedule, min(manifest.step, steps - 1), steps)
-    after = config.optimizer.learning_rate * learning_rate_factor(config.schedule, manifest.step, config.total_steps)
+    factor = rate_factors(saved, steps)
+    before, planned = (peak * factor(min(step, steps - 1)) for step in (manifest.step - 1, manifest.step))
+    after = config.optimizer.learning_rate * rate_factors(config, config.total_steps)(manifest.step)
     return (before, after) if abs(after - planned) > JUMP * max(after, planned) else None
 
 

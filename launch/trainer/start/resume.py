@@ -91,13 +91,13 @@ class Start:
         size = sum(file.size for file in self.manifest.files.values())
         return f"loading {self.checkpoint}, {decimal_size(size)}"
 
-    def counted(self, config: Config, *, is_certain: bool = True) -> Config:
-        """Returns `config` with a length that counts `training.tokens` from this start on.
+    def counted(self, config: Config, samples_per_epoch: int, *, is_certain: bool = True) -> Config:
+        """Returns `config` with a length that counts `training.tokens` from this start on, and the data's epoch.
 
         Raises ConfigError if the schedule does not fit into that length, unless the run may start elsewhere.
         """
         tokens_seen = self.manifest.state.get("tokens_seen", 0) if self.is_resume and self.manifest else 0
-        counted = config.counted_from(self.step, int(tokens_seen))
+        counted = config.counted_from(self.step, int(tokens_seen), samples_per_epoch)
         if is_certain:
             check_counted_length(counted)
         return counted

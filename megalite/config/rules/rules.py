@@ -17,6 +17,7 @@ from megalite.config.rules.context import problems_with_context
 from megalite.config.rules.data import problems_with_data
 from megalite.config.rules.experts import problems_with_experts
 from megalite.config.rules.float8 import problems_with_float8
+from megalite.config.rules.learning_rate import problems_with_learning_rate, problems_with_phases
 from megalite.config.rules.model import problems_with_model
 from megalite.config.rules.optimizer import problems_with_optimizer
 from megalite.config.rules.performance import problems_with_performance
@@ -65,7 +66,7 @@ def broken_rules(config: Config, data_parallel_size: int | None, device: Device 
         *_batch(config, data_parallel_size),
         *_evaluation(config, data_parallel_size),
         *problems_with_data(config, data_parallel_size),
-        *_schedule(config),
+        *problems_with_learning_rate(config),
         *_checkpoints(config),
         *_guards(config),
         *_monitor(config, device),
@@ -77,7 +78,7 @@ def check_counted_length(config: Config) -> None:
 
     Loading cannot check it with `training.tokens`: steps before a checkpoint may have had another batch size.
     """
-    if broken := list(_phases(config)):
+    if broken := list(problems_with_phases(config)):
         raise ConfigError(*broken)
 
 
@@ -263,27 +264,6 @@ def _of_batch(config: Config, replicas: int | None) -> Iterator[str]:
     yield from _batch(config, replicas)
     yield from problems_with_pipeline(config, replicas)
     yield from problems_with_float8(config)
-
-
-def _phases(config: Config) -> Iterator[str]:
-    schedule, steps = config.schedule, config.total_steps
-    decay = schedule.wsd_decay_steps(steps)
-    if schedule.name == "wsd" and schedule.warmup_steps + decay > steps:
-        yield (
-            f"schedule.warmup_steps {schedule.warmup_steps} + schedule.decay_steps {decay} is longer than "
-            f"the run of {steps} steps: they may add up to at most {steps}"
-        )
-
-
-def _schedule(config: Config) -> Iterator[str]:
-    schedule, training = config.schedule, config.training
-    if training.steps is not None and training.tokens is None:  # `check_counted_length` sees to tokens
-        yield from _phases(config)
-    if schedule.name != "wsd" and schedule.decay_steps is not None:
-        yield (
-            f"schedule.decay_steps {schedule.decay_steps} has no meaning with schedule.name {schedule.name}: "
-            "remove it, or use schedule.name wsd"
-        )
 
 
 def _checkpoints(config: Config) -> Iterator[str]:

@@ -221,6 +221,30 @@ BAD_OVERRIDES = [
     ),
     ("schedule.name=wsd schedule.warmup_steps=10", ["schedule.decay_steps 1", "at most 10"]),
     (
+        "schedule.name=wsd schedule.warmup_samples=72 schedule.decay_tokens=4096 training.sequence_length=64",
+        ["schedule.warmup_samples 72 = 4608 tokens + schedule.decay_tokens 4096", "add up to at most 5120"],
+    ),
+    ("schedule.decay_tokens=2", ["schedule.decay_tokens 2", "schedule.name cosine", "use schedule.name wsd"]),
+    (
+        "schedule.warmup_steps=5 schedule.warmup_tokens=10",
+        ["schedule.warmup_steps 5 and schedule.warmup_tokens 10 are 2 lengths of one warm-up: keep one"],
+    ),
+    (
+        "schedule.name=wsd schedule.warmup_tokens=0 schedule.decay_steps=3 training.sequence_length=64",
+        [
+            "schedule.decay_steps 3 is in steps",
+            "warmup_tokens makes the whole schedule go by tokens",
+            "decay_tokens 1536",
+        ],
+    ),
+    (
+        "schedule.name=wsd schedule.warmup_steps=2 schedule.decay_tokens=512 training.sequence_length=64",
+        ["schedule.warmup_steps 2 is in steps, and schedule.decay_tokens", "use warmup_tokens 1024 in its place"],
+    ),
+    ("schedule.name=wsd schedule.decay_steps=1 schedule.decay_tokens=1", ["two lengths of one decay"]),
+    ("optimizer.scale_with_batch=sqrt", ["set optimizer.reference_batch_size, in sequences; 8, the global_batch_size"]),
+    ("optimizer.reference_batch_size=8", ["no effect with optimizer.scale_with_batch none: use sqrt"]),
+    (
         "training.evaluation.interval=5 data.held_out_fraction=0",
         ["training.evaluation.interval 5", "data.held_out_fraction is 0", "use a held_out_fraction of 0.01"],
     ),
