@@ -82,6 +82,16 @@ def test_epochs_count_what_a_resumed_run_has_taken_before(tiny: dict[str, Any], 
     assert facts["length"]["steps_left"] == 2 and facts["data"]["epochs"] == pytest.approx((20 + 2 * 4) / samples)
 
 
+def test_a_warm_up_in_epochs_is_told_in_steps_of_the_data(tiny: dict[str, Any]) -> None:
+    """Half an epoch, with four samples a step: the data is open where a start is looked for."""
+    tiny["schedule"], tiny["training"]["steps"] = {"name": "constant", "warmup_epochs": 0.5}, 5000
+    position = find_position(Config.model_validate(tiny), NO_FLAGS, is_dry=True)
+    layout = resolve_layout(position.config, 1, "cpu")
+    facts = run_facts(position.config, layout, position.data, position.start, "1 rank")
+    step = -(-position.data.training.samples_per_epoch // 8)
+    assert ("learning rate", f"step {step:,}: 3.000e-04, the warm-up is over") in summary_lines(facts)
+
+
 def test_what_is_predicted_is_told_as_far_as_it_is_known(tiny: dict[str, Any]) -> None:
     config = Config.model_validate(tiny)
     layout = resolve_layout(config, 1, "cpu")

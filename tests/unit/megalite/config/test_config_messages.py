@@ -241,6 +241,10 @@ BAD_OVERRIDES = [
         "schedule.name=wsd schedule.warmup_steps=2 schedule.decay_tokens=512 training.sequence_length=64",
         ["schedule.warmup_steps 2 is in steps, and schedule.decay_tokens", "use warmup_tokens 1024 in its place"],
     ),
+    (
+        "data.path=null data.sources.a.path=x data.sources.a.weight=1 schedule.warmup_epochs=1",
+        ["of one text", "use warmup_samples or warmup_tok"],
+    ),
     ("schedule.name=wsd schedule.decay_steps=1 schedule.decay_tokens=1", ["two lengths of one decay"]),
     ("optimizer.scale_with_batch=sqrt", ["set optimizer.reference_batch_size, in sequences; 8, the global_batch_size"]),
     ("optimizer.reference_batch_size=8", ["no effect with optimizer.scale_with_batch none: use sqrt"]),
