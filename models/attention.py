@@ -191,13 +191,10 @@ class Attention(nn.Module):
         is_recomputed = self.recompute == "selective" and inputs.kernel == "explicit"
         if is_recomputed and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             # Korthikanti 2022, section 5: scores are large and cheap to recompute. Fused attention keeps none
-            context = recomputed(self._attend, inputs, sample_ids, *projected)
-        else:
-            context = self._attend(inputs, sample_ids, *projected)
-        return self.o_proj(context)
+            return self.o_proj(recomputed(self._attend, inputs, sample_ids, *projected))
+        return self.o_proj(self._attend(inputs, sample_ids, *projected))
 
     def _projected(self, hidden: Tensor | Recomputable) -> tuple[Tensor, ...]:
-        """Returns what `_heads` makes heads of."""
         qkv = self.qkv_proj(hidden)  # [batch, seq/cp, (heads + 2 kv_heads) * head_dim / tp]
         if self.norms == "full_width":
             # [batch, seq, features/tp] each; a rank's k and v may be a slice of a head

@@ -184,8 +184,7 @@ class DecoderBlock(CompilableBlock):
         self.is_parallel, self.norms = model.use_parallel_residual, BLOCK_NORMS[model.norm_placement]
         # submodules in order of computation, which is also that of the parameters
         self._add_norm(self.norms.attention_input, model, tp)
-        kind = LatentAttention if model.kv_lora_rank else Attention
-        self.self_attn = kind(model, layer, tp, recompute, attention)
+        self.self_attn = (LatentAttention if model.kv_lora_rank else Attention)(model, layer, tp, recompute, attention)
         self._add_norm(self.norms.attention_output, model, tp)
         self._add_norm(self.norms.mlp_input, model, tp)
         self.mlp = SparseMLP(model, tp) if model.has_experts(layer) else MLP(model, tp, recompute)

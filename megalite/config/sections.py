@@ -242,7 +242,10 @@ class TrainingConfig(Section):
     """Weights to start from: a Hugging Face folder or hub id (`model` may then be left out), or our own checkpoint."""
 
 
-Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+Projection = Literal[
+    *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),  # of latent attention
+]
 
 
 class AdapterConfig(Section):
@@ -258,7 +261,7 @@ class AdapterConfig(Section):
     """Factor on what the adapters add, over `rank`."""
 
     targets: Literal["all-linear"] | Annotated[tuple[Projection, ...], Field(min_length=1)] = "all-linear"
-    """Projections with an adapter, by the names that Llama has for them; `all-linear`: all of them."""
+    """Projections with an adapter, by the names that Llama, or DeepSeek, has for them; `all-linear`: all of them."""
 
     def adapts(self, projection: str) -> bool:
         """Returns whether the projection of this name has an adapter."""

@@ -7,6 +7,7 @@ a product, such as q, k and v, have factors of their own, stacked in one paramet
 - Column-parallel: A is whole on every rank and B cut by rows. x A^T has `rank` numbers per token, and enters the
   parallel region instead of x: a cut sequence is gathered behind A, and backward sums over ranks before it. So A is
   used on a rank's slice of the sequence, as a norm's weight is, and its gradient is whole where the sequence is.
+- Replicated: the same without a cut, and nothing enters the parallel region here: B is as whole as A.
 - Row-parallel: A is cut by columns and B whole on every rank. What they add is a part of the layer's own sum over
   ranks. Each rank has a part of x A^T, and so of the gradient of B, whether or not the sequence is cut.
 """
@@ -24,6 +25,7 @@ from megalite.config.sections import AdapterConfig
 from megalite.parallel.collectives import TensorParallel, gathered_slices
 from megalite.parallel.layers import LayerSpec
 from megalite.parallel.linear import (
+    ONE_RANK,
     ColumnParallelLinear,
     Recomputable,
     RowParallelLinear,
@@ -31,6 +33,7 @@ from megalite.parallel.linear import (
     replicated_weight,
     sharded_parameter,
 )
+from megalite.parallel.replicated_linear import ReplicatedLinear
 from megalite.parallel.shard import Shard
 
 FACTORS = ("lora_A", "lora_B")  # last part of the canonical names of adapters' parameters
@@ -51,15 +54,15 @@ def with_adapters(specs: Sequence[LayerSpec], adapter: AdapterConfig) -> list[La
 def _adapted(adapter: AdapterConfig, build: Callable[[TensorParallel], nn.Module], tp: TensorParallel) -> nn.Module:
     module = build(tp).requires_grad_(False)
     for path, layer in module.named_modules():
-        if isinstance(layer, ColumnParallelLinear):
+        if isinstance(layer, ColumnParallelLinear | ReplicatedLinear):
             _adapt_columns(layer, adapter)
         elif isinstance(layer, RowParallelLinear) and adapter.adapts(path.rpartition(".")[2]):
             _adapt_rows(layer, adapter)
     return module
 
 
-def _adapt_columns(layer: ColumnParallelLinear, adapter: AdapterConfig) -> None:
-    tp, rank = layer.tp, adapter.rank
+def _adapt_columns(layer: ColumnParallelLinear | ReplicatedLinear, adapter: AdapterConfig) -> None:
+    tp, rank, is_whole = layer.tp, adapter.rank, isinstance(layer, ReplicatedLinear)
     shard: Shard = layer.weight.shard  # type: ignore[attr-defined]
     sections = tuple(section for section in shard.sections if adapter.adapts(section[0]))
     if not sections:
@@ -67,9 +70,13 @@ def _adapt_columns(layer: ColumnParallelLinear, adapter: AdapterConfig) -> None:
     in_features, out_features = shard.shape[1], sum(size for _, size in sections)
     stacked = tuple((name, rank) for name, _ in sections)
     layer.lora_A = replicated_weight((len(sections) * rank, in_features), tp, "kaiming_uniform", stacked)
-    layer.lora_B = sharded_parameter(Shard((out_features, rank), 0, sections, tp.size, tp.rank, "zeros"))
-    outputs = tuple((-(-size // tp.size), adapter.adapts(name)) for name, size in shard.sections)
-    layer.adapter = LowRankAdapter(adapter.alpha / rank, tp, outputs, is_row_parallel=False)
+    if is_whole:
+        layer.lora_B = replicated_weight((out_features, rank), tp, "zeros", sections)
+    else:
+        layer.lora_B = sharded_parameter(Shard((out_features, rank), 0, sections, tp.size, tp.rank, "zeros"))
+    parts = 1 if is_whole else tp.size
+    outputs = tuple((-(-size // parts), adapter.adapts(name)) for name, size in shard.sections)
+    layer.adapter = LowRankAdapter(adapter.alpha / rank, ONE_RANK if is_whole else tp, outputs, is_row_parallel=False)
 
 
 def _adapt_rows(layer: RowParallelLinear, adapter: AdapterConfig) -> None:

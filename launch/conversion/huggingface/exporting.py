@@ -197,7 +197,7 @@ def _prepare(reader: MergedReader, dtype: str | None, tokenizer: str | Path | No
         if name not in DTYPES:
             raise LaunchError(f"dtype {name!r} is none of {', '.join(DTYPES)}")
     stored = {name: DTYPES[dtypes.get(name, usual)] for name in layout.tensors}
-    for name in biases:  # transformers keeps them so, and what it chooses hangs on small differences
+    for name in biases if dtype or not kept else ():  # transformers keeps them so: choices hang on small differences
         stored[layout.hub_names(name)[0]] = torch.float32
     entries = {name: Entry(name, tensor.shape, stored[name]) for name, tensor in layout.tensors.items()}
     found = find_tokenizer(reader.manifest, reader.folder, tokenizer)

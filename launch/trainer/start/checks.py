@@ -26,6 +26,7 @@ from launch.trainer.start.resume import Start, checkpoints_of, find_start
 from launch.trainer.start.run_folder import check_run_folder
 from megalite.checkpoint.manifest import find_latest, step_folders
 from megalite.config import Config, ConfigError, ResolvedLayout, resolve_layout, wanted_world_size
+from megalite.config.rules.adapters import OF_FEED_FORWARD, projections_of_attention
 from megalite.config.rules.float8 import check_float8_package
 from megalite.config.rules.known_bad import check_known_bad, installed_versions
 from megalite.monitor.requirements import check_monitoring, check_textfile
@@ -161,7 +162,10 @@ def check_run(config: Config) -> None:
 def _check_adapter_exports(config: Config) -> None:
     """Raises ConfigError if the run is to export adapters for which a PEFT folder of this family has no place."""
     described, export = family(config.model.model_type), config.checkpoint.export_hf
-    adapted = [name for name in config.adapter.projections if config.model.gated_mlp or name != "gate_proj"]
+    has = [*projections_of_attention(config.model), *OF_FEED_FORWARD]
+    if not config.model.gated_mlp:
+        has.remove("gate_proj")
+    adapted = [name for name in config.adapter.projections if name in has]
     refused = [name for name in adapted if not described.has_own_tensor(name)]
     if refused and export != "off":
         left = ", ".join(name for name in adapted if name not in refused)

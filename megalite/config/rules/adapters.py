@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megalite.config.config import Config
+from megalite.config.model import ModelConfig
 from megalite.config.sections import AdapterConfig
 
-OF_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 OF_FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -32,13 +32,29 @@ def problems_with_adapter(config: Config) -> Iterator[str]:
     yield from _other_options(config)
 
 
+def projections_of_attention(model: ModelConfig) -> tuple[str, ...]:
+    """Returns the names of a block's projections in attention."""
+    if model.kv_lora_rank is None:
+        return ("q_proj", "k_proj", "v_proj", "o_proj")
+    queries = ("q_proj",) if model.q_lora_rank is None else ("q_a_proj", "q_b_proj")
+    return (*queries, "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+
+
 def _targets(config: Config) -> Iterator[str]:
     adapter, model = config.adapter, config.model
     shown = adapter.targets if isinstance(adapter.targets, str) else ", ".join(adapter.targets)
+    of_attention = projections_of_attention(model)
+    unknown = [name for name in adapter.targets if name not in (*of_attention, *OF_FEED_FORWARD)]
+    if adapter.targets != "all-linear" and unknown:
+        kind = "no latent" if model.kv_lora_rank is None else "latent"
+        yield (
+            f"adapter.targets {shown} names {', '.join(unknown)}, which this model with {kind} attention has not: use "
+            f"{', '.join(of_attention)}"
+        )
     if model.num_experts is not None and any(map(adapter.adapts, OF_FEED_FORWARD)):
         yield (
             f"adapter.targets {shown} reaches into blocks with experts (model.num_experts {model.num_experts}), which "
-            f"have no adapters: use [{', '.join(OF_ATTENTION)}] or some of them"
+            f"have no adapters: use [{', '.join(of_attention)}] or some of them"
         )
     elif not model.gated_mlp and adapter.targets != "all-linear" and "gate_proj" in adapter.targets:
         yield (

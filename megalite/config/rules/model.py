@@ -46,7 +46,7 @@ def problems_with_model(model: ModelConfig) -> Iterator[str]:
 def _heads(model: ModelConfig) -> Iterator[str]:
     hidden, head_dim = model.hidden_size, model.head_dim
     heads, kv = model.num_attention_heads, model.num_key_value_heads
-    if "head_dim" not in model.model_fields_set and hidden % heads:
+    if "head_dim" not in model.model_fields_set and model.kv_lora_rank is None and hidden % heads:
         yield (
             f"model.hidden_size {hidden} is not a multiple of model.num_attention_heads {heads}: use a hidden_size of "
             f"{multiples_near(hidden, 2 * heads)}, or set model.head_dim"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -31,6 +32,14 @@ LORA = {"name": "lora", "rank": 3, "alpha": 5.0}
 # a clip that scales every step down: AdamW hides the scale of a gradient, plain SGD shows it
 BASE = Case(adapter=LORA, global_batch=6, sequence=34, steps=3, clipping=0.05)
 TIED = {"tie_word_embeddings": True}
+LATENT = {
+    **{"model_type": "deepseek_v3", "num_key_value_heads": 4, "head_dim": None, "kv_lora_rank": 14, "q_lora_rank": 18},
+    **{"qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 7, "num_experts": 4, "n_shared_experts": 1},
+    # all blocks dense, because transformers' experts are fused
+    **{"mlp_only_layers": [0, 1, 2, 3, 4], "scoring_func": "sigmoid", "group_score": "top2_sum"},
+    "e_score_correction_bias": True,
+}
+OF_LATENTS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 OPTIMIZERS = {"adamw": 1e-2, "sgd": 1.0}  # name -> learning rate
 
 
@@ -43,6 +52,7 @@ CASES = [
     replace(BASE, tp=2, dp=2, zero=2, micro_batch=1, adapter=targets("q_proj", "v_proj", "o_proj", "up_proj")),
     replace(BASE, pp=2, schedule="zero-bubble", micro_batch=2, model=TIED),
     replace(BASE, dp=2, bucket=500, micro_batch=3, adapter=targets("down_proj")),
+    replace(BASE, tp=2, sequence_parallel=True, micro_batch=2, adapter=targets(*OF_LATENTS), model=LATENT),
 ]
 MORE_CASES = [
     BASE,
@@ -56,6 +66,7 @@ MORE_CASES = [
     replace(BASE, dp=2, offload={"optimizer": "cpu"}),
     replace(BASE, tp=2, offload={"activations": "cpu"}),
     replace(BASE, tp=2, compile="blocks", sequence_parallel=True),
+    replace(BASE, tp=2, pp=2, schedule="zero-bubble", adapter=targets("kv_a_proj_with_mqa", "o_proj"), model=LATENT),
 ]
 
 
@@ -112,12 +123,12 @@ def ours(name: str) -> str:
 
 
 @cache
-def reference(sequence: int, chosen: tuple[str, ...], *, is_tied: bool) -> dict[str, dict[str, Any]]:
+def reference(sequence: int, chosen: tuple[str, ...], model_options: str) -> dict[str, dict[str, Any]]:
     """Losses, norms, first gradients and last weights of peft's model of transformers' Llama."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    case = replace(BASE, sequence=sequence, model=TIED if is_tied else {})
+    case = replace(BASE, sequence=sequence, model=json.loads(model_options))
     seen = {}
     for optimizer, rate in OPTIMIZERS.items():
         config = AutoConfig.for_model(**hf_config(case.config().model, "fp32"))
@@ -164,7 +175,7 @@ def test_every_layout_trains_what_peft_trains(case: Case, one_thread: None) -> N
     """A factor whose gradient is summed twice over tensor-parallel ranks, or not at all, is off by its own size; fp32
     sums in another order by 1e-6. AdamW moves an entry whose gradient is rounding by a part of the rate."""
     results = run_ranks(trained, case.world_size, case)
-    theirs = reference(case.sequence, tuple(case.adapter.get("targets", ())), is_tied=bool(case.model))
+    theirs = reference(case.sequence, tuple(case.adapter.get("targets", ())), json.dumps(case.model))
     for optimizer, bound in (("sgd", 1e-4), ("adamw", 2e-2)):
         wanted = theirs[optimizer]
         for result in results:

@@ -27,6 +27,11 @@ BROKEN: list[tuple[dict[str, Any], list[str], dict[str, Any]]] = [
     ),
     (LORA | EXPERTS, ["adapter.targets all-linear", "num_experts 4", "[q_proj, k_proj, v_proj, o_proj]"], ATTENTION),
     (
+        LORA | {"adapter.targets": "[q_proj, kv_b_proj]"},
+        ["adapter.targets q_proj, kv_b_proj", "names kv_b_proj", "no latent", "q_proj, k_proj"],
+        {"adapter.targets": "[q_proj]"},
+    ),
+    (
         LORA | {"model.gated_mlp": "false", "adapter.targets": "[gate_proj, up_proj]"},
         ["adapter.targets gate_proj, up_proj", "gated_mlp false", "remove it"],
         {"adapter.targets": "[up_proj]"},

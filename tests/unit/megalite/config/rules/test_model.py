@@ -14,6 +14,7 @@ from megalite.config.rules.rules import check_rules
 from tests.helpers.sizes import ODD_SIZES
 
 EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 29}
+LATENT = {"kv_lora_rank": 14, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 8}
 SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
 LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 6, "long_factor": [2.0] * 6}
@@ -44,6 +45,13 @@ BROKEN: list[tuple[dict[str, Any], list[str], dict[str, Any]]] = [
         ["group_score top2_sum", "two experts", "n_group 3", "max"],
         {"group_score": "max"},
     ),
+    (LATENT | {"v_head_dim": 20}, ["v_head_dim 20", "head_dim 16"], {"v_head_dim": 16}),
+    (LATENT | {"head_dim": 12}, ["head_dim 12", "the 16 of", "leave head_dim out"], {"head_dim": None}),
+    (LATENT | {"num_key_value_heads": 2}, ["kv_lora_rank 14", "heads 4", "heads 2"], {"num_key_value_heads": None}),
+    (LATENT | {"qk_rope_head_dim": 5}, ["qk_rope_head_dim 5 is odd", "4 or 6"], {"qk_rope_head_dim": 4}),
+    (LATENT | {"query_key_norm": "per_head"}, ["query_key_norm per_head", "14"], {"query_key_norm": "none"}),
+    (LATENT | {"qk_nope_head_dim": None}, ["needs model.qk_nope_head_dim"], {"qk_nope_head_dim": 8}),
+    ({"q_lora_rank": 8}, ["q_lora_rank", "kv_lora_rank is null"], {"q_lora_rank": None}),
     ({"n_shared_experts": 1}, ["n_shared_experts", "num_experts is null"], {"n_shared_experts": 0}),
     (EXPERTS | {"gated_mlp": False}, ["gated_mlp false", "num_experts 3"], {"gated_mlp": True}),
     (EXPERTS | {"mlp_bias": True}, ["mlp_bias true", "num_experts 3"], {"num_experts": None}),

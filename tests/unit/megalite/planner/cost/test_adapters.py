@@ -21,6 +21,10 @@ from tests.helpers.odd_sizes import MODEL
 SIZES = ModelConfig.model_validate(MODEL)
 EXPERTS = MODEL | {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 21}
 PLAIN = ModelConfig.model_validate(MODEL | {"gated_mlp": False, "hidden_act": "relu"})
+LATENT = EXPERTS | {
+    **{"num_key_value_heads": 4, "head_dim": None, "kv_lora_rank": 14, "q_lora_rank": 18, "qk_nope_head_dim": 10},
+    **{"qk_rope_head_dim": 6, "v_head_dim": 7},
+}
 LORA = AdapterConfig(name="lora", rank=3)
 
 
@@ -32,6 +36,10 @@ LORA = AdapterConfig(name="lora", rank=3)
         (PLAIN, LORA),
         (SIZES, AdapterConfig(name="lora", rank=5, targets=("v_proj", "down_proj"))),
         (ModelConfig.model_validate(EXPERTS), AdapterConfig(name="lora", rank=2, targets=("q_proj", "o_proj"))),
+        (
+            ModelConfig.model_validate(LATENT),
+            AdapterConfig(name="lora", rank=2, targets=("q_a_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")),
+        ),
         (SIZES, AdapterConfig()),
     ],
 )
