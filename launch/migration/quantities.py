@@ -269,8 +269,13 @@ def _rate(work: Derivation) -> None:
     if ends and run and ends != run:
         name = "decay_steps" if given.get("decay_steps") is not None else "decay_samples"
         work.note(name, f"there the rate is lowest from step {ends:,} on, here at the end of the run, step {run:,}")
-    if (wsd := work.number("wsd_steps")) or (wsd := _in_steps(work, "wsd_samples")):
+    samples, length = work.number("wsd_samples"), work.options.get("training.sequence_length")
+    if wsd := work.number("wsd_steps"):
         work.set("schedule.decay_steps", int(wsd))
+    elif samples and isinstance(length, int) and not (work.number("warmup_steps") or work.number("warmup_fraction")):
+        work.set("schedule.decay_tokens", samples * length)
+    elif wsd := _in_steps(work, "wsd_samples"):
+        work.set("schedule.decay_steps", wsd)
     if (ratio := work.number("decay_ratio")) and run:
         work.set("schedule.name", "wsd")
         work.derived["schedule.name"] = "wsd"
@@ -293,16 +298,14 @@ def _warmup(work: Derivation) -> None:
         return
     if not stated:
         return
-    name, value, length = stated[0], work.number(stated[0]), work.options.get("training.sequence_length")
+    name, value = stated[0], work.number(stated[0])
+    if name in ("warmup_samples", "warmup_tokens"):
+        work.set(f"schedule.{name}", int(value))
+        return
     steps: int | None = int(value)
     if name == "warmup_fraction":
         ends = work.number("decay_steps") or _in_steps(work, "decay_samples") or run
         steps = round(value * ends) if ends else None
-    elif name == "warmup_samples":
-        steps = _in_steps(work, name)
-    elif name == "warmup_tokens":
-        batch = _largest_batch(work)
-        steps = ceil(value / (batch * length)) if batch and isinstance(length, int) else None
     if steps is None:
         work.note(name, "schedule.warmup_steps: the length of the run is not in the files")
         return

@@ -474,6 +474,11 @@ def test_a_ramp_of_the_batch_is_stages(tmp_path: Path) -> None:
         (15000 * 2048, 48),
         (30000 * 2048, 64),
     ]
+    in_samples = "--lr-warmup-samples 20000 --lr-wsd-decay-samples 100000"
+    text = text.replace("--lr-warmup-fraction .01", in_samples).replace("style cosine", "style wsd")
+    schedule = loaded(migrated(tmp_path, run_sh=text)).schedule
+    assert (schedule.warmup_samples, schedule.decay_tokens, schedule.decay_steps) == (20000, 100000 * 2048, None)
+    assert schedule.warmup_steps == 0, "over a ramp of the batch a number of steps would be another warm-up"
 
 
 def test_the_command_writes_a_config_that_loads_and_overwrites_nothing(tmp_path: Path) -> None:
