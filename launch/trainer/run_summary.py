@@ -98,7 +98,7 @@ def _format_rates(facts: Facts) -> list[str]:
     step, (before, after) = facts["start"]["step"], facts["learning_rates"]
     return [
         f"the learning rate goes from {before:.2e} in step {step} to {after:.2e} in step {step + 1}, because it "
-        "follows the schedule of this config from there on (schedule.name, training.steps, optimizer.learning_rate)"
+        "follows this config from there on (schedule, training.steps, optimizer.learning_rate, scale_with_batch)"
     ]
 
 

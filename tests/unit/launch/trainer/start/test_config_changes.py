@@ -50,6 +50,9 @@ def test_a_longer_run_of_a_schedule_that_falls_says_what_becomes_of_the_learning
     before, after = jump(training={"steps": 40}) or (0.0, 0.0)
     assert before == pytest.approx(1e-4) and 4e-4 < after < 6e-4
     assert jump(training={"steps": 40}, optimizer={"learning_rate": 2e-4}) is None
+    scaled = {"scale_with_batch": "linear", "reference_batch_size": 2}
+    before, doubled = jump(training={"steps": 40}, optimizer={"learning_rate": 1e-3} | scaled) or (0.0, 0.0)
+    assert before == pytest.approx(1e-4) and doubled == pytest.approx(2 * after), "with a batch of 4"
 
 
 def test_what_changed_is_listed_with_before_and_after(tiny: dict[str, Any]) -> None:
