@@ -21,6 +21,7 @@ from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.manifest import WEIGHT, entry
 from megalite.checkpoint.reader import CheckpointReader, WeightReader
 from megalite.checkpoint.writer import Block
+from megalite.engine.compression.gradients import CompressedReducer
 from megalite.engine.deepspeed.internals import own_range, owned_fp32_values
 from megalite.engine.deepspeed.loss_scale import set_loss_scaler_state
 from megalite.engine.engine import Engine
@@ -142,6 +143,8 @@ def load_engine(engine: Engine, reader: WeightReader, *, weights_only: bool) -> 
             write_own_numbers(parameter, kind, fill)
         engine.activity.progress()
     refresh(engine)
+    if isinstance(engine.reducer, CompressedReducer):
+        engine.reducer.forget(reader.folder if checkpoint is not None and dist.get_rank() == 0 else None)
     _load_biases(engine, reader)
     if checkpoint is not None:
         set_loss_scaler_state(engine.deepspeed.optimizer, checkpoint.manifest.loss_scaler)

@@ -62,6 +62,7 @@ PositiveFloat = Annotated[float, Field(gt=0), NotBool]
 NonNegativeFloat = Annotated[float, Field(ge=0), NotBool]
 Probability = Annotated[float, Field(ge=0, lt=1), NotBool]
 Fraction = Annotated[float, Field(ge=0, le=1), NotBool]
+PositiveFraction = Annotated[float, Field(gt=0, le=1), NotBool]
 
 DerivedInt = Annotated[
     int, Field(gt=0), BeforeValidator(_not_a_bool, json_schema_input_type=Annotated[int, Field(gt=0)] | None)

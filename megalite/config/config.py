@@ -20,6 +20,7 @@ from pydantic import (
 from megalite.config import auto
 from megalite.config.base import Section
 from megalite.config.batch_stages import BatchSchedule, shapes_of
+from megalite.config.compression import CompressionConfig
 from megalite.config.data import DataConfig
 from megalite.config.deepspeed import check_pass_through, offloads_to_nvme
 from megalite.config.model import ModelConfig
@@ -62,6 +63,9 @@ class Config(Section):
 
     precision: PrecisionConfig = Field(default_factory=PrecisionConfig)
     """Number formats."""
+
+    compression: CompressionConfig = Field(default_factory=CompressionConfig)
+    """What replicas send each other over slow links."""
 
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     """The update rule."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from megalite.config import Config, ResolvedLayout
 from megalite.config.batch_stages import BatchShape, shapes_of
 from megalite.engine.batch_transfer import BatchTransfer, DeviceBatch, MicroBatch, cut_sequences
+from megalite.engine.compression.weights import weight_gathers
 from megalite.engine.deepspeed.internals import flat_groups
 from megalite.engine.deepspeed.loss_scale import loss_scaler_tensor
 from megalite.engine.deepspeed.process_groups import Grid
@@ -28,7 +29,6 @@ from megalite.engine.optimizers.muon import Muon
 from megalite.engine.reduction.gradient_reduction import GradientReducer
 from megalite.engine.reduction.partitioned_step import PartitionedStep
 from megalite.engine.reduction.take_over import take_over_step
-from megalite.engine.reduction.weight_gathers import WeightGathers
 from megalite.engine.stages import Labels
 from megalite.engine.statistics.expert_bias import ExpertBias, ExpertCounts
 from megalite.engine.statistics.source_losses import SourceLosses
@@ -44,6 +44,7 @@ from megalite.tracing.activity import Activity, Operation, Phase
 
 if TYPE_CHECKING:
     from megalite.engine.pipeline.tying import TiedWeight
+    from megalite.engine.reduction.weight_gathers import WeightGathers
 
 
 class Engine(ABC):
@@ -99,7 +100,7 @@ class Engine(ABC):
             self._participants.append(self.source_losses)
         if self.layout.zero_stage < 3 and self._replicas > 1:
             at_once = [] if self.tied_weight is None else [self.tied_weight.weight]
-            self.gathers = WeightGathers(self.deepspeed.optimizer, model, self.activity, at_once)
+            self.gathers = weight_gathers(self.config, self.deepspeed.optimizer, model, self.activity, at_once)
         self._participants += [each for each in (self.gathers, self.tied_weight) if each is not None]
         self._transfer = BatchTransfer(device, has_dropout=self.config.model.has_dropout)
         self.runs_ahead = device.type == "cuda"

@@ -84,7 +84,8 @@ def initialize(
         accept_fp16_on_cpus()
     with dealt_groups_cut_over(grid.same_experts_group):
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, mpu=grid, config=options)
-    share_fp32_weights(engine.optimizer)
+    if config.compression.weights == "none":  # else the optimizer's are ahead of what replicas have been told
+        share_fp32_weights(engine.optimizer)
     return engine, optimizer
 
 

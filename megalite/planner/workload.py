@@ -9,6 +9,7 @@ from typing import Literal, Self, TypeVar
 
 from megalite.config import Config, ModelConfig, ResolvedLayout
 from megalite.config.batch_stages import BatchShape, largest_shape
+from megalite.config.compression import CompressionConfig
 from megalite.config.sections import AdapterConfig, ContextParallelKind, Dtype, PipelineSchedule, RecomputeMode
 from megalite.schedules.tables import Schedule
 from megalite.units import of_stages
@@ -127,6 +128,7 @@ class TrainingWorkload:
     dtype: Dtype = "bf16"
     gradient_accumulation_dtype: Dtype = "fp32"
     gradient_reduction_dtype: Dtype | None = None  # between replicas; None: `gradient_accumulation_dtype`
+    compression: CompressionConfig = field(default_factory=CompressionConfig)  # of what replicas send
     gradient_bucket_size: int = 50_000_000  # numbers that replicas reduce in one collective
     optimizer: Literal["adamw", "muon", "sgd"] = "adamw"
     moments_dtype: Dtype = "fp32"
@@ -143,6 +145,16 @@ class TrainingWorkload:
     def reduction_dtype(self) -> Dtype:
         """Format in which gradients are summed over replicas."""
         return self.gradient_reduction_dtype or self.gradient_accumulation_dtype
+
+    @property
+    def bytes_per_gradient(self) -> float:
+        """Bytes of one gradient between replicas."""
+        return self.compression.bytes_per_gradient(BYTES[self.reduction_dtype])
+
+    @property
+    def bytes_per_weight(self) -> float:
+        """Bytes of one updated weight between replicas of ZeRO-1 and ZeRO-2."""
+        return self.compression.bytes_per_weight(BYTES[self.dtype])
 
     @property
     def trains_adapters(self) -> bool:
@@ -221,6 +233,7 @@ class TrainingWorkload:
             dtype=config.precision.dtype,
             gradient_accumulation_dtype=config.precision.gradient_accumulation_dtype,
             gradient_reduction_dtype=config.precision.gradient_reduction_dtype,
+            compression=config.compression,
             gradient_bucket_size=config.parallel.gradient_bucket_size,
             optimizer=config.optimizer.name,
             moments_dtype=config.optimizer.moments_dtype,

@@ -56,6 +56,7 @@ class Case:
     compile: str = "auto"
     bucket: int | None = None  # gradients per reduction; None: more than these models have
     clipping: float = 1.0
+    compression: dict[str, Any] = field(default_factory=dict)  # the section
     router: dict[str, float] = field(default_factory=dict)  # the section training.router
     adapter: dict[str, Any] = field(default_factory=dict)  # the section
     fp16: dict[str, float] = field(default_factory=dict)  # the section deepspeed.fp16
@@ -101,6 +102,7 @@ class Case:
                     **({"gradient_bucket_size": self.bucket} if self.bucket else {}),
                 },
                 "precision": {"dtype": self.dtype, "gradient_reduction_dtype": self.reduction},
+                "compression": self.compression,
                 "optimizer": {"name": self.optimizer, "learning_rate": self.learning_rate, **self.optimizer_options},
                 "training": {
                     "global_batch_size": self.batch,

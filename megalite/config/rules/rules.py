@@ -13,6 +13,7 @@ from megalite.config.config import Config
 from megalite.config.deepspeed import offloads_to_nvme
 from megalite.config.errors import ConfigError
 from megalite.config.rules.adapters import problems_with_adapter
+from megalite.config.rules.compression import problems_with_compression
 from megalite.config.rules.context import problems_with_context
 from megalite.config.rules.data import problems_with_data
 from megalite.config.rules.experts import problems_with_experts
@@ -57,6 +58,7 @@ def broken_rules(config: Config, data_parallel_size: int | None, device: Device 
         *problems_with_performance(config, device),
         *_deepspeed(config, device),
         *_gradient_reduction(config),
+        *problems_with_compression(config),
         *_offload(config),
         *_offload_to_nvme(config, data_parallel_size),
         *problems_with_optimizer(config),

@@ -239,9 +239,7 @@ class GradientReducer:
         with reducing, nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             if self._in_rounds:  # one flat sum at a time is on the wire, beside that which backward fills
                 self._settle_pending()
-            bucket.on_wire = bucket.by_rank(sums).to(self._wire_dtype)
-            own, group = bucket.own(bucket.on_wire), bucket.replicas.group
-            bucket.work = getattr(dist, REDUCE_SCATTER)(own, bucket.on_wire, group=group, async_op=True)
+            self._send(bucket, sums)
             self._pending.append(bucket)
             if self._stream is not None:
                 self._settle_pending()
@@ -249,6 +247,11 @@ class GradientReducer:
             if self._stream is not None:
                 sums.record_stream(self._stream)  # before its memory is used again
             bucket.sums = None
+
+    def _send(self, bucket: Bucket, sums: Tensor) -> None:
+        bucket.on_wire = bucket.by_rank(sums).to(self._wire_dtype)
+        own, group = bucket.own(bucket.on_wire), bucket.replicas.group
+        bucket.work = getattr(dist, REDUCE_SCATTER)(own, bucket.on_wire, group=group, async_op=True)
 
     def _settle_pending(self) -> None:
         """Waits for the collectives that have started, on CUDA without the host, and takes their sums."""

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalite.config import Config
+from megalite.engine.compression.gradients import CompressedReducer, CompressedStep
 from megalite.engine.deepspeed.internals import flat_groups, take_over_reduction
 from megalite.engine.deepspeed.loss_scale import keep_loss_scale_on_device
 from megalite.engine.deepspeed.zero_3 import begin_zero_3_step, end_zero_3_step, partitioned_groups, step_from_nvme
@@ -102,11 +103,14 @@ def take_over_step(
             )
             for group in flat_groups(optimizer)
         ]
-    wire_dtype = TORCH_DTYPES[precision.reduction_dtype]
-    reducer = GradientReducer(
-        buckets, parameters, replicas.size, wire_dtype, activity, tp.group, in_rounds=zero_stage > 1
-    )
-    kind = ShardedStep if zero_stage == 3 else PartitionedStep
+    kind: type[PartitionedStep] = ShardedStep if zero_stage == 3 else PartitionedStep
+    reducer: GradientReducer
+    if config.compression.gradients != "none" and replicas.size > 1:
+        kind = CompressedStep
+        reducer = CompressedReducer(buckets, parameters, replicas.size, config.compression, activity, tp.group)
+    else:
+        wire, in_rounds = TORCH_DTYPES[precision.reduction_dtype], zero_stage > 1
+        reducer = GradientReducer(buckets, parameters, replicas.size, wire, activity, tp.group, in_rounds=in_rounds)
     step = optimizer.step = kind(optimizer, reducer, decision, config, tp.rank)
     return step
 

@@ -248,7 +248,7 @@ def expert_data_moved(job: TrainingWorkload, stage: StageShape) -> Moved:
 def _copies_moved(job: TrainingWorkload, trained: int, copies: int, stage: StageShape) -> Moved:
     """Rajbhandari 2020 (ZeRO), section 7: gradients are reduce-scattered and weights gathered once each, and under
     stage 3 weights are gathered before every use. That is stage 1, and stage 2 with a reduce-scatter for every
-    micro-batch (engine/reduction).
+    micro-batch (engine/reduction). Codes of gradients go straight to their owner (engine/compression).
 
     Stage 3, in DeepSpeed 0.19, reduce-scatters for every micro-batch, and keeps the weights from forward to backward of
     a model that has fewer numbers than `stage3_max_reuse_distance`, but not in a pipeline. There each pass hands over
@@ -263,7 +263,10 @@ def _copies_moved(job: TrainingWorkload, trained: int, copies: int, stage: Stage
     if stack.replicas == "all_reduce":
         return Moved(all_reduce=gradients)
     if job.reduces_beside_backward or stack.replicas == "sharded_optimizer":
-        return Moved(reduce_scatter=job.reductions * gradients, all_gather=weights)
+        is_coded = job.compression.gradients != "none"
+        told, weights = (round(trained * each) for each in (job.bytes_per_gradient, job.bytes_per_weight))
+        told *= job.reductions
+        return Moved(reduce_scatter=told * (not is_coded), all_to_all=told * is_coded, all_gather=weights)
     if stack.replicas == "fully_sharded" and layout.zero_stage < 3:
         return Moved(reduce_scatter=count * gradients, all_gather=count * weights)
     if layout.zero_stage == 3:

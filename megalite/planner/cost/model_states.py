@@ -72,16 +72,18 @@ def _reduced_beside_backward(job: TrainingWorkload, numbers: float, owned: float
     size, accumulated, d = BYTES[job.dtype], BYTES[job.gradient_accumulation_dtype], job.layout.replicas
     is_bf16_optimizer = job.layout.zero_stage < 2 and not job.offloads_optimizer
     has_sums = job.dtype == "bf16" and accumulated == 4 and is_bf16_optimizer
-    widened = 4 * owned if accumulated < 4 else 0.0  # this rank's partition
+    is_coded = d > 1 and job.compression.gradients != "none"
+    widened = 4 * owned if accumulated < 4 or is_coded else 0.0  # this rank's partition
+    has_copy = size < 4 or job.compression.weights != "none"
     gradients, bucket = accumulated * numbers, min(numbers, max(job.gradient_bucket_size, largest))
     return States(
         weights=size * numbers,
-        optimizer=_optimizer(job, size < 4) * owned,
+        optimizer=_optimizer(job, has_copy) * owned + 4 * numbers * is_coded,  # what is still to be told
         gradients=gradients,
         stay=has_sums,
         opened=0.0 if has_sums else accumulated * bucket,
         one_gradient=size * largest,
-        reducing=(BYTES[job.reduction_dtype] * bucket if d > 1 else 0.0) + widened,
+        reducing=(job.bytes_per_gradient * bucket if d > 1 else 0.0) + widened,
         own_gradients=gradients + widened,
         updating=(0.0 if has_sums else gradients) + widened + _sgd(job, owned),
         building=_first_copies(job, numbers, owned),

@@ -16,7 +16,7 @@ from megalite.planner.cost.communication_time import Ring
 from megalite.planner.cost.communication_volumes import Moved
 from megalite.planner.cost.model_states import dealt_experts, trained_numbers
 from megalite.planner.cost.stage_parameters import StageShape, embedding_parameters, widest_parameter
-from megalite.planner.workload import BYTES, TrainingWorkload
+from megalite.planner.workload import TrainingWorkload
 from megalite.schedules.simulation import LastGradients
 
 Rings = tuple[Ring, Ring]  # of the copies of a weight, and of an expert that is dealt over some of them
@@ -33,7 +33,7 @@ def reduction_ends_s(
     """
 
     def seconds(numbers: float, of_experts: float = 0.0) -> float:
-        size = BYTES[job.reduction_dtype]
+        size = job.bytes_per_gradient
         return sum(
             ring.seconds(Moved(reduce_scatter=round(part * size)))
             for ring, part in zip(rings, (numbers - of_experts, of_experts), strict=True)
@@ -57,8 +57,8 @@ def gathers_wait_s(job: TrainingWorkload, shape: StageShape, rings: Rings, forwa
     where there is one, and for what takes longer to gather than a forward."""
     numbers = trained_numbers(job, shape)
     parts = numbers - (experts := dealt_experts(job, shape)), experts
-    size = BYTES[job.dtype]
-    all_s = sum(ring.seconds(Moved(all_gather=part * size)) for ring, part in zip(rings, parts, strict=True))
+    size = job.bytes_per_weight
+    all_s = sum(ring.seconds(Moved(all_gather=round(part * size))) for ring, part in zip(rings, parts, strict=True))
     first = max(_embedding(job, shape), _largest_bucket(job, shape)) / max(1, numbers)
     return max(all_s * min(1.0, first), all_s - forward_s)
 

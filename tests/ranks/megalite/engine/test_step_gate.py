@@ -169,6 +169,13 @@ ONE_STAGE = [
     Case(dp=2, accumulation=2, steps=4, offload={"optimizer": "cpu", "activations": "cpu"}),
     Case(dp=2, zero=3, dtype="bf16", steps=4),
 ]
+# what messages leave out is told later, but for those of a step that is not taken
+COMPRESSED = [
+    Case(dp=2, accumulation=2, steps=4, bucket=3000, compression={"gradients": "int8"}),
+    Case(dp=2, dtype="bf16", steps=4, compression={"gradients": "int4", "weights": "int8"}),
+    Case(dp=2, accumulation=2, steps=4, bucket=3000, compression={"weights": "int8"}),
+    Case(dp=2, dtype="bf16", steps=4, bucket=3000, compression={"gradients": "top_k", "density": 0.1}),
+]
 TWO_STAGES = [
     Case(pp=2, accumulation=2, model={"tie_word_embeddings": True}, steps=4),
     Case(pp=2, dtype="bf16", accumulation=2, steps=4),
@@ -192,6 +199,7 @@ THREE_DIMENSIONS = Case(tp=2, pp=2, dp=2, accumulation=2, steps=4)
     [
         SERIAL,
         ONE_STAGE,
+        COMPRESSED,
         TWO_STAGES,
         [THREE_DIMENSIONS],
         pytest.param(MORE_REPLICAS, marks=pytest.mark.exhaustive),

@@ -63,6 +63,9 @@ CASES = [
     Case(dp=2, accumulation=3),
     Case(dp=3, dtype="bf16", accumulation=2),
     Case(dp=2, dtype="bf16", reduction="bf16"),
+    Case(dp=2, accumulation=2, compression={"gradients": "int8", "weights": "int8"}),
+    Case(dp=3, dtype="bf16", compression={"gradients": "int4", "weights": "int8"}),
+    Case(dp=2, compression={"gradients": "top_k", "density": 0.1}),
     Case(dp=2, optimizer="muon", accumulation=2),
     Case(tp=2, optimizer="muon", accumulation=2),
     Case(dp=2, accumulation=3, offload={"optimizer": "cpu"}),
@@ -205,6 +208,8 @@ def _check_rank(case: Case, rank: int, seen: Bytes, metered: dict[tuple[str, str
     elif mesh.replicas > 1:
         loose = {"all_gather"} if case.zero == 3 else set()
         loose |= {"all_gather", "reduce_scatter"} if mesh.replicas > 3 else set()  # padding grows with the replicas
+        # the last block of each of this model's small weights has a scale of its own
+        loose |= {"all_gather", "all_to_all"} if case.compression else set()
         _assert_close(seen, data, predicted.data[stage], loose, f"data group, {where}")
         _assert_metered(metered, "data", seen, data, where)
     if case.pp > 1 and rank in ends:

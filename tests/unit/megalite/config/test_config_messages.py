@@ -266,6 +266,16 @@ BAD_OVERRIDES = [
         "precision.gradient_reduction_dtype=fp16",
         ["precision.gradient_reduction_dtype fp16", "precision.dtype bf16", "use fp32 or bf16"],
     ),
+    (
+        "compression.gradients=int8 parallel.zero_stage=2",
+        ["compression.gradients int8", "parallel.zero_stage 2", "use zero_stage 1", "gradient_reduction_dtype bf16"],
+    ),
+    ("compression.weights=int8 precision.dtype=fp16", ["compression.weights int8", "dtype fp16", "use bf16"]),
+    ("compression.weights=int8 offload.optimizer=cpu", ["compression.weights int8", "use offload.optimizer none"]),
+    (
+        "compression.gradients=top_k precision.gradient_reduction_dtype=bf16",
+        ["compression.gradients top_k replaces precision.gradient_reduction_dtype bf16", "set that to fp32"],
+    ),
     ("deepspeed.communication_data_type=fp32", ["set precision.gradient_reduction_dtype"]),
     (
         "parallel.zero_stage=2 deepspeed.zero_optimization.reduce_scatter=true",

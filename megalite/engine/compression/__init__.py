@@ -1,0 +1,1 @@
+"""Smaller messages between replicas: codecs of gradients and of changes of weights, and exchanges with them."""
