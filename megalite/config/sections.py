@@ -242,10 +242,8 @@ class TrainingConfig(Section):
     """Weights to start from: a Hugging Face folder or hub id (`model` may then be left out), or our own checkpoint."""
 
 
-Projection = Literal[
-    *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
-    *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),  # of latent attention
-]
+OfLlama = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+Projection = Literal[OfLlama, "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
 
 
 class AdapterConfig(Section):

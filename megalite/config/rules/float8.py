@@ -42,6 +42,8 @@ def problems_with_float8(config: Config) -> Iterator[str]:
             f"{option} does not go with parallel.pipeline_schedule {parallel.pipeline_schedule}, which computes "
             "gradients of weights apart: use 1f1b or interleaved, or float8 none"
         )
+    if config.model.kv_lora_rank is not None:
+        yield f"{option} does not go with latent attention (model.kv_lora_rank), of narrow products: use float8 none"
     yield from _sizes(config, option)
 
 
@@ -61,8 +63,13 @@ def _sizes(config: Config, option: str) -> Iterator[str]:
             f"features per tensor-parallel rank, and {option} needs multiples of {TILE}: use a head_dim of "
             f"{multiples_near(model.head_dim, TILE)}, a smaller parallel.tensor_parallel_size, or float8 none"
         )
-    size = model.intermediate_size
+    size, shared = model.intermediate_size, model.shared_size
     has_dense_layers = any(not model.has_experts(layer) for layer in range(model.num_hidden_layers))
+    if _part(shared, tp) % TILE:
+        yield (
+            f"model.n_shared_experts {model.n_shared_experts} x model.moe_intermediate_size make {_part(shared, tp)} "
+            f"features per tensor-parallel rank, and {option} needs a multiple of {TILE}: use float8 none"
+        )
     if has_dense_layers and _part(size, tp) % TILE:
         yield (
             f"model.intermediate_size {size} makes {_part(size, tp)} features per tensor-parallel rank, and {option} "

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from megalite.config import ModelConfig
+from megalite.parallel.mesh import attention_matrices
 from megalite.planner.cost.model_states import dealt_experts, trained_numbers
 from megalite.planner.cost.muon import gathered_over_replicas, gathered_over_tensor_ranks
 from megalite.planner.cost.stage_parameters import StageShape, embedding_parameters, scores_exist
@@ -99,7 +100,8 @@ def volumes(job: TrainingWorkload, stages: Sequence[StageShape]) -> Volumes:
     return Volumes(
         tensor=job.by_stage(
             lambda alike, those: [
-                count * tensor_moved(alike, stage).total + Moved(all_gather=gathered_over_tensor_ranks(alike, stage))
+                count * tensor_moved(alike, stage).total
+                + Moved(all_gather=gathered_over_tensor_ranks(alike, stage), all_reduce=_summed_at_step(alike, stage))
                 for stage in map(stages.__getitem__, those)
             ]
         ),
@@ -169,7 +171,8 @@ def tensor_moved(job: TrainingWorkload, stage: StageShape) -> LayersMoved:
     regions -= job.stack.folds_experts * sum(model.has_experts(layer) for layer in stage.layers)
     with_shared = (model.n_shared_experts > 0) * sum(model.has_experts(layer) for layer in stage.layers)
     regions += with_shared
-    again = is_again * (regions if job.recomputes_the_end else blocks) * size
+    # the routed experts' sum is behind nothing that backward needs, but in front of the shared ones
+    again = is_again * (regions if job.recomputes_the_end else blocks + with_shared) * size
     narrower = size - _entering_attention(model) * size // model.hidden_size
     # into a parallel region nothing forward and a sum backward, out of it a sum forward and nothing backward
     into_blocks, out_of = regions * size - blocks * narrower, (regions + stage.has_embedding) * size
@@ -192,6 +195,16 @@ def tensor_moved(job: TrainingWorkload, stage: StageShape) -> LayersMoved:
         again=Moved(all_reduce=again, all_gather=kept_again),
         beside=Moved(all_reduce=linear),
     )
+
+
+def _summed_at_step(job: TrainingWorkload, stage: StageShape) -> int:
+    """Returns the bytes of fp32 gradients of matrices that are not cut, of which each rank has a part where sequences
+    are; once a step, of what a replica owns."""
+    layout = job.layout
+    if layout.tensor_parallel_size == 1 or not layout.sequence_parallel or job.trains_adapters:
+        return 0
+    whole = sum(each.inputs * each.outputs for each in attention_matrices(job.model) if each.cut == "none")
+    return 4 * whole * stage.blocks // layout.replicas
 
 
 def _entering_attention(model: ModelConfig) -> int:

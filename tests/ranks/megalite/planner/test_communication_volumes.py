@@ -89,6 +89,15 @@ CASES += [
     Case(cp=2, cp_kind="ulysses", sequence=36, recompute="selective", model={"attn_logit_softcapping": 9.0}),
     Case(cp=2, tp=2, pp=2, sequence=36, sequence_parallel=True, accumulation=2, document_mask=True),
 ]
+LATENT = {
+    **{"num_key_value_heads": 4, "head_dim": None, "kv_lora_rank": 20, "q_lora_rank": 30, "qk_nope_head_dim": 10},
+    **{"qk_rope_head_dim": 6, "v_head_dim": 8, "n_shared_experts": 1, "scoring_func": "sigmoid"},
+}
+CASES += [
+    Case(tp=2, model=EXPERTS | LATENT),
+    Case(tp=2, sequence_parallel=True, sequence=34, recompute="full", model=EXPERTS | LATENT, accumulation=2),
+    Case(cp=2, tp=2, cp_kind="all_gather", sequence=36, model=LATENT | EXPERTS | {"q_lora_rank": None}),
+]
 WIDE = {"num_attention_heads": 16, "num_key_value_heads": 8, "hidden_size": 64, "intermediate_size": 144}
 DEEP, SMALL_HEAD = WIDE | {"num_hidden_layers": 16}, WIDE | {"vocab_size": 64}
 # of up to 1,024 ranks, of which one is there

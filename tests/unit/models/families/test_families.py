@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from launch.conversion.huggingface.serial_model import global_shapes, serial_model
+from launch.reference.models import HEAD, Rows, TransformersModel
 from megalite.config import ModelConfig
 from megalite.parallel.collectives import TensorParallel
 from megalite.parallel.layers import SerialModel, named_shards
@@ -48,6 +49,25 @@ def test_decoder_computes_what_transformers_computes_forward_and_backward(hub_mo
 @given(data=st.data())
 def test_any_switches_of_a_family_compute_what_transformers_computes(model_type: str, data: st.DataObject) -> None:
     check_logits_and_gradients(data.draw(hub_models(model_type)), WORST_ROUNDING)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3"])
+@settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_logits_of_any_switches_are_transformers_in_float64(model_type: str, data: st.DataObject) -> None:
+    """1e-6 of their spread: rotary angles are fp32 in both, everything else is exact to 1e-13."""
+    hub_model = data.draw(hub_models(model_type))
+    module, model = hub_model.build(), options_of(hub_model)
+    ours = our_model(model, disk_tensors(module)).double()
+    kept = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    module.double()
+    for name, buffer in kept.items():
+        setattr(module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], buffer)
+    tokens = torch.randint(model.vocab_size, (2, 33))
+    with torch.no_grad():
+        theirs = TransformersModel(model, module).outputs(Rows(tokens))[HEAD]
+        assert (our_logits(ours, model, tokens) - theirs).abs().max() <= 1e-6 * theirs.std()
 
 
 @pytest.mark.exhaustive

@@ -116,6 +116,22 @@ def test_a_folder_with_a_copy_of_the_tied_head_exports_it_once(tmp_path: Path) -
     assert _weights(tmp_path / "exported").keys() == once.keys()
 
 
+def test_layers_of_multi_token_prediction_are_left_out_with_a_word_about_it(tmp_path: Path) -> None:
+    """As DeepSeek-V3's folder has one behind the last layer; without a word its owner would believe it trained."""
+    original = MODELS["deepseek_v3"].save(tmp_path / "original")
+    weights = load_file(original / "model.safetensors")
+    behind = {name.replace("layers.2.", "layers.3."): one for name, one in weights.items() if ".layers.2." in name}
+    save_file({**weights, **{name: one.clone() for name, one in behind.items()}}, original / "model.safetensors")
+    config = json.loads((original / "config.json").read_text())
+    (original / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    (notice,) = plan_import(original, tmp_path / "checkpoint").notices
+    assert notice.startswith(f"{len(behind)} tensors of layers behind the last one, for multi-token prediction")
+    import_hugging_face(original, tmp_path / "checkpoint", validate=False)
+    export_hugging_face(tmp_path / "checkpoint", tmp_path / "exported", validate=False)
+    assert _weights(tmp_path / "exported").keys() == weights.keys()
+    assert json.loads((tmp_path / "exported" / "config.json").read_text())["num_nextn_predict_layers"] == 0
+
+
 @pytest.mark.parametrize("name", ["llama-tied", "gpt2", "gpt_neox-tied-no-bias"])
 def test_a_folder_of_the_base_model_is_imported_under_the_full_names(tmp_path: Path, name: str) -> None:
     """Saved from LlamaModel, GPT2Model ...: the same names without their prefix, and no head, which is tied."""

@@ -37,6 +37,12 @@ BROKEN: list[tuple[dict[str, Any], list[str], dict[str, Any]]] = [
         ["micro_batch_size 2 x training.sequence_length 20 = 40 tokens", "16 or 32"],
         {"training.sequence_length": 32},
     ),
+    (
+        {"model.kv_lora_rank": 16, "model.qk_nope_head_dim": 8, "model.qk_rope_head_dim": 8, "model.v_head_dim": 16}
+        | {"model.num_key_value_heads": 4},
+        ["latent attention (model.kv_lora_rank)", "float8 none"],
+        {"precision.float8": "none"},
+    ),
     ({"parallel.zero_stage": 3}, ["zero_stage 3", "frees", "zero_stage 1 or 2"], {"parallel.zero_stage": 2}),
     ({"precision.dtype": "fp16"}, ["precision.dtype fp16", "bf16 or fp32"], {"precision.dtype": "fp32"}),
     (
