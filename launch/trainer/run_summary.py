@@ -142,7 +142,9 @@ def summary_lines(facts: Facts) -> Lines:
             schedule = f" ({layout['pipeline_schedule']}, {plural(layout['pipeline_chunks'], 'chunk')} a stage)"
     cp = layout.get("context_parallel_size", 1)
     shared = f" x context {cp} ({layout['context_parallel_kind']})" if cp > 1 else ""
-    parallel = ", ".join([zero, *["sequence parallel"] * layout["sequence_parallel"]])
+    ep = layout.get("expert_parallel_size", 1)
+    dealt = [f"experts dealt to {ep} replicas"] if ep > 1 else []
+    parallel = ", ".join([zero, *["sequence parallel"] * layout["sequence_parallel"], *dealt])
     number, size = batch["micro_batches"], batch["micro_batch_size"]
     done = f", {length['steps_left']:,} of them left" if facts["start"]["step"] else ""
     held_out, every = facts["evaluation"]["samples"], facts["evaluation"]["every"]

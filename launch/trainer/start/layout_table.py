@@ -9,7 +9,7 @@ import torch
 
 from launch.output import Table
 from megalite.config import Config, ResolvedLayout
-from megalite.parallel.collectives import TensorParallel
+from megalite.parallel.collectives import RankGroup, TensorParallel
 from megalite.parallel.layers import LayerSpec
 from megalite.parallel.mesh import Mesh, stage_boundaries
 from megalite.schedules.tables import Schedule, placement
@@ -44,7 +44,7 @@ def layout_rows(config: Config, layout: ResolvedLayout) -> list[RankRow]:
         has_copy = specs[-1].tied_to is not None and stage == where[-1] != where[0]
         once = {spec.module_key: spec for spec in local if not (has_copy and spec.module_key == tied)}.values()
         for tensor_rank in range(mesh.tensor_parallel_size):
-            tp = TensorParallel(mesh.tensor_parallel_size, tensor_rank)
+            tp = TensorParallel(mesh.tensor_parallel_size, tensor_rank, experts=RankGroup(mesh.expert_parallel_size))
             with torch.device("meta"):
                 loads[stage, tensor_rank] = sum(p.numel() for spec in once for p in spec.build(tp).parameters())
     rows = []

@@ -46,3 +46,7 @@ def test_all_experts_are_held_and_few_are_on_a_tokens_way() -> None:
     blocks = sum(stage == layers["model.layers.4"] for name, stage in layers.items() if "layers." in name)
     once_per_block = attention + 4 * expert + 2 * (router + norms)  # replicated ones on both ranks
     assert held == blocks * once_per_block + 2 * 48 + 2 * 66 * 48  # the last norm; 131 tokens padded to 132
+    dealt = Case(tp=2, pp=2, dp=2, ep=2, model=SIZES | EXPERTS).config()
+    rows = layout_rows(dealt, resolve_layout(dealt, 8, "cpu"))
+    of_replica = [row.parameters for row in rows if row.stage == layers["model.layers.4"] and row.data_rank == 1]
+    assert sum(of_replica) == held - blocks * 2 * expert
