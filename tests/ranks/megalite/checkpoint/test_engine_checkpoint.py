@@ -43,6 +43,39 @@ def went_on(rank: int, case: Case, folder: Path) -> list[tuple[float, float]]:
     return trained_steps(engine, case, SAVED_AT, STEPS)
 
 
+EXPERTS = {"num_experts": 4, "moe_intermediate_size": 29, "mlp_only_layers": [1]}
+DEALT = {
+    "whole": Case(),
+    "to 4": Case(dp=2, cp=2, cp_kind="all_gather", ep=4),
+    "to 2, in stages": Case(pp=2, dp=2, ep=2, zero=2, micro_batch=1, schedule="zero-bubble"),
+    "cut": Case(tp=2),
+}
+
+
+def went_on_from_all(rank: int, case: Case, folders: dict[str, Path]) -> dict[str, list[tuple[float, float]]]:
+    """In one engine, one after the other."""
+    engine, found = engine_of(dataclasses.replace(case, seed=case.seed + 1)), {}
+    for name, folder in folders.items():
+        load_engine(engine, CheckpointReader(folder), weights_only=False)
+        found[name] = trained_steps(engine, case, SAVED_AT, STEPS)
+    return found
+
+
+@pytest.mark.slow
+def test_experts_go_on_wherever_they_are_dealt_to(tmp_path: Path) -> None:
+    """A rank saves and loads the experts that it holds, by names that no layout changes."""
+    sizes = {"steps": STEPS, "global_batch": BATCH, "sequence": 36, "model": EXPERTS}
+    cases = {name: dataclasses.replace(case, **sizes) for name, case in DEALT.items()}
+    folders, whole = {}, {}
+    for name, case in cases.items():
+        whole[name] = run_ranks(uninterrupted, case.world_size, case, tmp_path / name)[0]["numbers"][SAVED_AT:]
+        folders[name] = tmp_path / name / f"step_{SAVED_AT:08d}"
+    for name, case in cases.items():
+        for source, numbers in run_ranks(went_on_from_all, case.world_size, case, folders)[0].items():
+            expected = whole[name] if source == name else [pytest.approx(step, rel=2e-5) for step in whole[source]]
+            assert numbers == expected, f"{source} -> {name}"
+
+
 @pytest.mark.slow
 def test_dropout_goes_on_on_another_layout_with_the_same_masks(tmp_path: Path) -> None:
     """Nothing about dropout is saved: masks come from the sample numbers, which go on where the run stood. With those
@@ -62,6 +95,7 @@ def test_dropout_goes_on_on_another_layout_with_the_same_masks(tmp_path: Path) -
         Case(pp=2, tp=2, dtype="bf16", model={"tie_word_embeddings": True}),
         Case(dp=2, zero=2, dtype="bf16"),
         Case(dp=2, zero=3, dtype="bf16"),
+        Case(dp=2, ep=2, dtype="bf16", model=EXPERTS),
         Case(pp=2, optimizer="sgd"),
     ],
     ids=str,

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -242,6 +243,34 @@ def test_flat_partitions_are_what_the_torch_optimizer_steps(
         assert seen["can_link"] == seen["has_link_flag"] == (case.zero != 3)
         assert seen["linked"], "moments are unreadable even after link_optimizer_state"
         assert seen["loss_scaler"] == {}
+
+
+def _replicas_of_groups(rank: int, cases: list[Case]) -> list[tuple[set[Any], bool]]:
+    """Of each case the ranks of each kind of group, and whether a rank's partition is its part of the group."""
+    seen = []
+    for case in cases:
+        engine = engine_of(case)
+        groups, partitions = (
+            seams.flat_groups(engine.deepspeed.optimizer),
+            step_seams.flat_partitions(engine.deepspeed.optimizer),
+        )
+        ranks = {
+            (parameter.shard.is_dealt, tuple(dist.get_process_group_ranks(group.replicas)))  # type: ignore[attr-defined]
+            for group in groups
+            for parameter in group.parameters
+        }
+        pairs = zip(groups, partitions, strict=True)
+        are_parts = all(len(own) * dist.get_world_size(group.replicas) == len(group.weights) for group, own in pairs)
+        seen.append((ranks, are_parts))
+    return seen
+
+
+def test_groups_that_say_so_are_cut_over_the_ranks_with_the_same_experts() -> None:
+    """The list of process groups is set before anything is cut, under a name that `dealt_groups_cut_over` knows."""
+    case = Case(dp=4, ep=2, micro_batch=1, model={"num_experts": 4, "moe_intermediate_size": 29})
+    cases = [case, replace(case, zero=2, dtype="bf16"), replace(case, dtype="bf16")]
+    for rank, seen in enumerate(run_ranks(_replicas_of_groups, 4, cases)):
+        assert seen == [({(False, (0, 1, 2, 3)), (True, (rank % 2, rank % 2 + 2))}, True)] * len(cases)
 
 
 def test_zero_1_links_no_moments_itself(engines: dict[str, list[dict[str, Any]]]) -> None:
