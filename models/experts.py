@@ -159,7 +159,8 @@ class Experts(HasPasses):
         reason = why_no_grouped_kernel(rows, [self.up_projections.local_shape, self.down_proj.local_shape])
         if reason is not None and rows.device.type != "cpu":
             say_why_experts_loop(reason)
-        groups = RowGroups.of(ends, is_one_kernel=reason is None)
+        # a rank whose dealt experts nobody chose has no row at all, for which the kernel is not asked
+        groups = RowGroups.of(ends, is_one_kernel=reason is None and len(rows) > 0)
         return self.down_proj(self.run(self.activation)(self.up_projections(rows, groups)), groups)
 
 
