@@ -21,6 +21,7 @@ from megalite.config import ModelConfig
 from megalite.parallel.collectives import ContextParallel, TensorParallel, gather_heads
 from megalite.parallel.context import gather_tokens, heads_of_tokens, tokens_of_heads
 from megalite.parallel.dropout import Dropout
+from megalite.parallel.fused_passes import HasPasses, joining
 from megalite.parallel.layers import BlockInput, Recompute, recomputed
 from megalite.parallel.linear import ColumnParallelLinear, Recomputable, RowParallelLinear, multipliable
 from megalite.parallel.norm import NORMS, FullWidthRMSNorm
@@ -41,80 +42,65 @@ from models.rope import rope_of_layer
 # Rotary embedding by Hugging Face's half-split convention, so that conversion renames weights and never permutes them.
 
 
-class _RotatedHeads(torch.autograd.Function):
-    """Uses one buffer for q, k and v, and one for their gradients: concatenates nothing and does not keep the input."""
+class _Rotated(torch.autograd.Function):
+    """Uses one buffer for all heads, and one for their gradients: concatenates nothing and does not keep the input."""
 
     @staticmethod
     def forward(
-        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx: Any, run: Any, sizes: tuple[int, ...], cos: Tensor, sin: Tensor, *parts: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(cos, sin)
-        ctx.sizes = heads, kv_heads, kv_heads
-        out = torch.empty_like(qkv)
-        _rotate(qkv[:, :, :-kv_heads], cos, sin, out[:, :, :-kv_heads])
-        q, k, v = out.split(ctx.sizes, dim=2)
-        v.copy_(qkv[:, :, -kv_heads:])
-        return q, k, v
+        ctx.run, ctx.sizes, ctx.is_one = run, sizes, len(parts) == 1
+        return run(_rotate, sizes, 1)(cos, sin, *parts).split(sizes, dim=2)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        cos, sin = ctx.saved_tensors
-        first = grads[0]
-        grad = first.new_empty((*first.shape[:2], sum(ctx.sizes), first.shape[-1]))
-        q, k, v = grad.split(ctx.sizes, dim=2)
-        _rotate(grads[0], cos, -sin, q)  # the inverse rotation is the transpose
-        _rotate(grads[1], cos, -sin, k)
-        v.copy_(grads[2])
-        return grad, None, None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad = ctx.run(_rotate, ctx.sizes, -1)(*ctx.saved_tensors, *grads)  # the inverse rotation is the transpose
+        return None, None, None, None, *((grad,) if ctx.is_one else grad.split(ctx.sizes, dim=2))
 
 
-class _Rotated(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _rotate(x, cos, sin, torch.empty_like(x))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        return _rotate(grad, cos, -sin, torch.empty_like(grad)), None, None
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Tensor:
-    """Rotates the first features of each head in pairs (i, i + pairs) and copies the others to `out`."""
+@joining
+def _rotate(sizes: tuple[int, ...], sign: int, cos: Tensor, sin: Tensor, *parts: Tensor) -> Tensor:
+    """Joins parts of heads, all or as `sizes`, in one pass; rotates those of q and k by `sign` times their angles."""
+    if len(parts) == 1:
+        parts = parts[0].split((sum(sizes[:2]), *sizes[2:]), dim=2)
+    moved = len(parts) - len(sizes[2:])
+    if torch.compiler.is_compiling():
+        return torch.cat([*(_rotated_plainly(x, cos, sign * sin) for x in parts[:moved]), *parts[moved:]], dim=2)
+    out = parts[0].new_empty((*parts[0].shape[:2], sum(sizes), parts[0].shape[3]))
+    places = out.split([x.shape[2] for x in parts], dim=2)
     pairs = cos.shape[-1]
-    first, second, others = x[..., :pairs], x[..., pairs : 2 * pairs], x[..., 2 * pairs :]
-    torch.mul(first, cos, out=out[..., :pairs]).addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=out[..., pairs : 2 * pairs]).addcmul_(first, sin)
-    if others.shape[-1]:
-        out[..., 2 * pairs :] = others
+    for x, place in zip(parts[:moved], places, strict=False):
+        first, second = x[..., :pairs], x[..., pairs : 2 * pairs]
+        torch.mul(first, cos, out=place[..., :pairs]).addcmul_(second, sin, value=-sign)
+        torch.mul(second, cos, out=place[..., pairs : 2 * pairs]).addcmul_(first, sin, value=sign)
+        if x.shape[-1] > 2 * pairs:
+            place[..., 2 * pairs :] = x[..., 2 * pairs :]
+    for x, place in zip(parts[moved:], places[moved:], strict=True):
+        place.copy_(x)
     return out
 
 
-def rotated_heads(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns q, k with rotary embedding (Su 2021), and v, from `[batch, seq, heads + 2 kv_heads, head_dim]`.
+def rotated(run: Any, sizes: tuple[int, ...], cos: Tensor, sin: Tensor, *parts: Tensor) -> tuple[Tensor, ...]:
+    """Returns q and k with rotary embedding (Su 2021), and v if it is among `sizes`, the heads of each; from their
+    parts `[batch, seq, heads, head_dim]`, or one of all. `run` as in `HasPasses`.
 
     cos and sin `[batch|1, seq, 1, pairs]`: the first `2 * pairs` features of a head are rotated.
     """
-    if torch.compiler.is_compiling():
-        q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=2)
-        return _rotated_plainly(q, cos, sin), _rotated_plainly(k, cos, sin), v
-    return _RotatedHeads.apply(qkv, cos, sin, heads, kv_heads)
-
-
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Applies rotary embedding to `[batch, seq, heads, head_dim]`; cos and sin as in `rotated_heads`."""
-    return _rotated_plainly(x, cos, sin) if torch.compiler.is_compiling() else _Rotated.apply(x, cos, sin)
+    if not torch.compiler.is_compiling():
+        return _Rotated.apply(run, sizes, cos, sin, *parts)
+    q, k, *values = parts if len(parts) > 1 else parts[0].split(sizes, dim=2)
+    return _rotated_plainly(q, cos, sin), _rotated_plainly(k, cos, sin), *values
 
 
 def _rotated_plainly(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Computes `rotated` for the compiler, which makes one kernel of it and its gradient, and takes no `out=`."""
+    """Rotates all heads of x for the compiler, which makes one kernel of it and its gradient, and takes no `out=`."""
     pairs = cos.shape[-1]
     first, second, others = x[..., :pairs], x[..., pairs : 2 * pairs], x[..., 2 * pairs :]
     return torch.cat((first * cos - second * sin, second * cos + first * sin, others), dim=-1)
 
 
-class Attention(nn.Module):
+class Attention(HasPasses):
     """Causal grouped-query attention; heads are cut over the ranks.
 
     Key/value features are cut evenly too. Where there are fewer key/value heads than ranks a rank computes a slice
@@ -247,7 +233,7 @@ class Attention(nn.Module):
             context = self._attend_fused(q, k, v, seen.mask)
         return context.transpose(1, 2)
 
-    def _heads(self, inputs: AttentionInputs, *projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(self, inputs: AttentionInputs, *projected: Tensor) -> tuple[Tensor, ...]:
         """Returns q, k, v `[batch, seq/cp, heads/tp, head_dim]`, normalized and rotated."""
         sizes, cos, sin = (self.local_heads, self.local_kv_heads, self.local_kv_heads), inputs.cos, inputs.sin
         heads = projected[0].unflatten(-1, (sum(sizes), self.head_dim))
@@ -256,11 +242,11 @@ class Attention(nn.Module):
             q, k, v = multipliable(self.q_norm(q)), multipliable(self.k_norm(k)), multipliable(v)
             if cos is None or sin is None:
                 return q, k, v
-            return rotated(q, cos, sin), rotated(k, cos, sin), v
+            return *rotated(self.run, sizes[:2], cos, sin, q, k), v
         heads = multipliable(heads)
         if cos is None or sin is None:
             return heads.split(sizes, dim=2)
-        return rotated_heads(heads, cos, sin, *sizes[:2])
+        return rotated(self.run, sizes, cos, sin, heads)
 
     def _attend_fused(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """Attends by torch's fused attention: `[batch, heads, queries, head_dim]` -> the same."""

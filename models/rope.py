@@ -1,7 +1,7 @@
 """Rotary position embedding (Su 2021), plain and scaled: cos and sin of every position's angles.
 
 In: the parameters of a layer's angles (`Rope`), and positions `[batch, seq]`. Out: cos and sin
-`[batch|1, seq, 1, pairs]` for `models.attention.rotated_heads`. Formulas, and the order of their roundings, are
+`[batch|1, seq, 1, pairs]` for `models.attention.rotated`. Formulas, and the order of their roundings, are
 transformers' (`modeling_rope_utils.py`): angles are fp32 whatever the dtype, so an error in the last bit of a frequency
 is multiplied by the position.
 """

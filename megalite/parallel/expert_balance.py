@@ -56,7 +56,7 @@ class _CountedInBackward(torch.autograd.Function):
         ends, entropy = ctx.saved_tensors
         chosen, total = ctx.counts
         chosen += ends
-        chosen[1:] -= ends[:-1]
+        chosen[1:].sub_(ends[:-1])  # `-=` would write the slice back
         total += entropy
         return grad, None, None, None
 

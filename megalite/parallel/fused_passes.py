@@ -10,12 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+_JOINING = set[Callable[..., Any]]()
+
+
+def joining(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Marks a pass that joins parts to one tensor, for which inductor may choose a kernel each: it gets one."""
+    _JOINING.add(function)
+    return function
+
 
 @lru_cache(maxsize=64)  # layers share what is compiled
 def fused(function: Callable[..., Any], *constants: Any) -> Callable[..., Any]:
     """Returns `function(*constants, ...)` of tensors `[..., features]`, compiled when it is first called. One graph
     serves all sizes but that of the features, so that no shape of a micro-batch compiles anew."""
-    compiled = torch.compile(function)
+    compiled = torch.compile(function, options={"force_pointwise_cat": True} if function in _JOINING else None)
 
     def in_one_pass(*tensors: Tensor) -> Any:
         for tensor in tensors:

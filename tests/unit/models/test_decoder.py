@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from megalite.config import ModelConfig
 from megalite.parallel.collectives import TensorParallel
 from megalite.parallel.layers import SerialModel, make_layer
 from megalite.parallel.loss import head_loss
-from models.attention import rotated_heads
+from models.attention import rotated
 from models.attention_masks import document_mask
 from models.decoder import decoder_layers
 from models.feed_forward import gated
@@ -40,15 +41,20 @@ def plain_swiglu(gate_up: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("batch_of_angles", [1, 2], ids=["fixed positions", "positions per sequence"])
-def test_rotation_and_its_gradient_are_the_plain_formulas(batch_of_angles: int) -> None:
-    heads, kv_heads = 6, 2
-    x, angle = draw(2, 3, 10, 8).requires_grad_(), draw(batch_of_angles, 3, 1, 4, seed=1)
-    cos, sin = angle.cos(), angle.sin()
-    q, k, v = rotated_heads(x, cos, sin, heads, kv_heads)
-    for rotated, plain in zip((q, k), x[:, :, :8].split((heads, kv_heads), dim=2), strict=True):
-        torch.testing.assert_close(rotated, plain_rotation(plain, cos, sin), atol=1e-14, rtol=0)
-    assert torch.equal(v, x[:, :, 8:])
-    assert torch.autograd.gradcheck(lambda t: rotated_heads(t, cos, sin, heads, kv_heads), (x,))
+@pytest.mark.parametrize("sizes", [(6, 2, 2), (6, 2)], ids=["one buffer", "queries and keys"])
+def test_rotation_and_its_gradient_are_the_plain_formulas(sizes: tuple[int, ...], batch_of_angles: int) -> None:
+    x, angle = draw(2, 3, sum(sizes), 9).requires_grad_(), draw(batch_of_angles, 3, 1, 4, seed=1)
+
+    def turn(x: Tensor) -> tuple[Tensor, ...]:
+        parts = (x,) if len(sizes) == 3 else x.split(sizes, dim=2)
+        return rotated(partial, sizes, angle.cos(), angle.sin(), *parts)
+
+    for turned, plain in zip(turn(x)[:2], x.split(sizes, dim=2), strict=False):
+        expected = plain_rotation(plain[..., :8], angle.cos(), angle.sin())
+        torch.testing.assert_close(turned[..., :8], expected, atol=1e-14, rtol=0)
+        assert torch.equal(turned[..., 8:], plain[..., 8:])
+    assert torch.equal(torch.cat((x[:, :, :8], *turn(x)[2:]), dim=2), x)
+    assert torch.autograd.gradcheck(turn, (x,))
 
 
 def test_swiglu_and_its_gradient_are_the_plain_formulas() -> None:

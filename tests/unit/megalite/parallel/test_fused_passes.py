@@ -18,6 +18,7 @@ from torch._inductor import metrics
 from megalite.parallel.collectives import TensorParallel
 from megalite.parallel.fused_passes import fused, sum_and_norm
 from megalite.parallel.norm import NORMS
+from models.attention import rotated
 from models.feed_forward import gated
 
 # of the largest number; of 16 bits a rounding of the result and one of what was rounded before
@@ -56,3 +57,21 @@ def test_a_fused_pass_is_one_graph_and_near_float64(name: str, dtype: torch.dtyp
         assert metrics.generated_kernel_count == 2
         with torch.no_grad():  # as selective recomputation does
             assert torch.equal(fused(*pass_)(*x), found[0])
+
+
+@pytest.mark.slow  # starts a C++ compiler
+@pytest.mark.parametrize("sizes", [(6, 2, 2), (6, 2)], ids=["one buffer", "queries and keys"])
+def test_rotation_is_one_kernel_each_way(sizes: tuple[int, ...]) -> None:
+    torch._inductor.config.compile_threads = 1
+    torch._dynamo.reset(), metrics.reset(), counters.clear()
+    for rows in (5, 7, 33):
+        heads, angle = draw(2, rows, sum(sizes), 20).bfloat16(), draw(1, rows, 1, 8)
+        parts = (heads,) if len(sizes) == 3 else heads.split(sizes, dim=2)
+        cos, sin = angle.cos().bfloat16(), angle.sin().bfloat16()
+        found, exactly = (
+            results(partial(rotated, run, sizes, cos.to(dtype), sin.to(dtype)), *(each.to(dtype) for each in parts))
+            for run, dtype in ((fused, torch.bfloat16), (partial, torch.float64))
+        )
+        for one, exact in zip(found, exactly, strict=True):
+            assert (one.double() - exact).abs().max() <= BOUNDS[one.dtype] * exact.abs().max()
+    assert counters["stats"]["unique_graphs"] == metrics.generated_kernel_count == 2
