@@ -13,11 +13,13 @@ from torch import Tensor
 
 import megalite.engine.stages as stages
 import megalite.parallel.norm as norm
+import megalite.parallel.replicated_linear as replicated_linear
 import models.attention as attention
 import models.attention_inputs as attention_inputs
 import models.attention_masks as attention_masks
 import models.decoder as decoder
 import models.experts as experts
+import models.latent_attention as latent_attention
 import models.rope as rope
 from megalite.parallel.collectives import TensorParallel
 
@@ -51,6 +53,38 @@ def router_counts_each_expert_fully() -> None:
         return forward(self, x, bias)
 
     experts.Router.forward = unnormalized  # type: ignore[method-assign]
+
+
+def router_sees_all_groups() -> None:
+    experts.GroupChoice.within_best = lambda self, worth: worth  # type: ignore[method-assign]
+
+
+def shared_key_keeps_the_gradient_of_its_own_heads() -> None:
+    latent_attention.enter_parallel_region = lambda x, tp: x
+
+
+def latents_keep_the_gradient_of_their_slice() -> None:
+    replicated_weight = replicated_linear.replicated_weight
+
+    def unsummed(*arguments: Any) -> Any:
+        parameter = replicated_weight(*arguments)
+        parameter.is_summed_at_step = False  # type: ignore[attr-defined]
+        return parameter
+
+    replicated_linear.replicated_weight = unsummed
+
+
+def scores_of_latents_are_not_scaled() -> None:
+    latent_attention.score_factor = lambda rope: 1.0
+
+
+def halves_are_rotated_for_neighbours() -> None:
+    """As other families have their pairs."""
+
+    def rotated(x: Tensor, inputs: Any) -> Tensor:
+        return attention.rotated(x, inputs.cos, inputs.sin)
+
+    latent_attention._rotated_neighbours = rotated
 
 
 def window_is_one_token_longer() -> None:
