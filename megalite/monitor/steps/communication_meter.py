@@ -96,8 +96,10 @@ class CommunicationMeter:
                 thread.is_ignored = False
             values = (*args, *kwargs.values())
             if (axis := self._axis_of(values)) is not None:
-                # the whole, not a rank's part: what an all-gather returns, what a reduce-scatter takes
-                tape.add_collective(began, axis, operation, max(map(_size, values), default=0))
+                # the whole, not a rank's part: what an all-gather returns, what a reduce-scatter takes; and what an
+                # all-to-all sends, which may be less than what comes
+                sent = values[1:2] if operation == "all_to_all" else values
+                tape.add_collective(began, axis, operation, max(map(_size, sent), default=0))
                 if isinstance(work, dist.Work):
                     self._begun[work] = axis, operation
             return work

@@ -98,6 +98,11 @@ CASES += [
     Case(tp=2, sequence_parallel=True, sequence=34, recompute="full", model=EXPERTS | LATENT, accumulation=2),
     Case(cp=2, tp=2, cp_kind="all_gather", sequence=36, model=LATENT | EXPERTS | {"q_lora_rank": None}),
 ]
+CASES += [
+    Case(dp=4, ep=2, accumulation=2, model=EXPERTS | {"num_hidden_layers": 3}),
+    Case(dp=2, cp=2, ep=2, tp=2, sequence=68, zero=2, model=EXPERTS, dtype="bf16"),
+    Case(dp=4, ep=4, pp=2, accumulation=2, recompute="full", model=EXPERTS),
+]
 WIDE = {"num_attention_heads": 16, "num_key_value_heads": 8, "hidden_size": 64, "intermediate_size": 144}
 DEEP, SMALL_HEAD = WIDE | {"num_hidden_layers": 16}, WIDE | {"vocab_size": 64}
 # of up to 1,024 ranks, of which one is there
@@ -134,7 +139,9 @@ class _Counted(TorchDispatchMode):
             ranks = tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(group)))
             if name == "send":  # the peer counts, which is named by its place in the group
                 ranks = (ranks[args[2]],)
-            self.bytes[KINDS[name], ranks] += max(_size(value) for value in args[:2])  # the whole, not a rank's part
+            # the whole, not a rank's part; of an all-to-all what is sent
+            is_exchange = KINDS[name] == "all_to_all"
+            self.bytes[KINDS[name], ranks] += max(_size(value) for value in args[is_exchange:2])
         return result
 
 
@@ -176,8 +183,25 @@ def _predicted(case: Case) -> Volumes:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_bytes_are_those_of_real_ranks(case: Case) -> None:
-    for rank, (seen, metered) in enumerate(run_ranks(_counted_step, case.world_size, case)):
+    results = run_ranks(_counted_step, case.world_size, case)
+    if case.ep > 1:
+        _check_exchanges(case, [seen for seen, _ in results])
+    for rank, (seen, metered) in enumerate(results):
         _check_rank(case, rank, seen, metered)
+
+
+def _check_exchanges(case: Case, seen: list[Bytes]) -> None:
+    """Tokens that go to experts and come back, of all ranks together, because each gets as many as chose its experts;
+    and takes them out of `seen`. The numbers of rows that are sent are a thousandth beside them."""
+    predicted, mesh = _predicted(case), Mesh(case.tp, case.pp, case.dp, case.cp, case.ep)
+    for stage, moved in enumerate(predicted.experts):
+        ranks = [rank for rank in range(case.world_size) if mesh.coordinate(rank).pipeline_rank == stage]
+        sent = 0
+        for rank in ranks:
+            at = mesh.coordinate(rank)
+            peers = tuple(mesh.rank(stage, each, at.tensor_rank) for each in mesh.sharing_experts(at.replica))
+            sent += seen[rank].pop(("all_to_all", peers), 0)
+        assert 0 <= sent - len(ranks) * moved.all_to_all <= RELATIVE * sent, f"stage {stage} of {case}"
 
 
 def _step_of_one(_: int, case: Case, rank: int) -> tuple[Bytes, dict[tuple[str, str], int]]:
@@ -198,7 +222,7 @@ def test_bytes_are_those_of_a_rank_of_many(case: Case) -> None:
 
 
 def _check_rank(case: Case, rank: int, seen: Bytes, metered: dict[tuple[str, str], int]) -> None:
-    predicted, mesh = _predicted(case), Mesh(case.tp, case.pp, case.dp, case.cp)
+    predicted, mesh = _predicted(case), Mesh(case.tp, case.pp, case.dp, case.cp, case.ep)
     at = mesh.coordinate(rank)
     stage = at.pipeline_rank
     tensor = tuple(mesh.rank(stage, at.replica, each) for each in range(case.tp))
@@ -221,6 +245,10 @@ def _check_rank(case: Case, rank: int, seen: Bytes, metered: dict[tuple[str, str
         loose |= {"all_gather", "all_to_all"} if case.compression else set()
         _assert_close(seen, data, predicted.data[stage], loose, f"data group, {where}")
         _assert_metered(metered, "data", seen, data, where)
+    if 1 < case.ep < mesh.replicas:
+        copies = tuple(mesh.rank(stage, each, at.tensor_rank) for each in mesh.with_experts_of(at.replica))
+        _assert_close(seen, copies, predicted.expert_data[stage], set(), f"copies of experts, {where}")
+        _assert_metered(metered, "expert_data", seen, copies, where)
     if case.pp > 1 and rank in ends:
         _assert_close(seen, ends, predicted.tied, set(), f"tied weights, {where}")
         _assert_metered(metered, "tied", seen, ends, where)

@@ -174,7 +174,7 @@ def test_communication_is_predicted_for_a_config(tiny: dict[str, Any], tmp_path:
     def share(gpus: int) -> float:
         return communication_share(step_on(config, "H100", gpus, 8)[1])
 
-    assert 0 < share(8) < share(512) < 1 and len(COMMUNICATION) == 4
+    assert 0 < share(8) < share(512) < 1 and len(COMMUNICATION) == 5
     found = answer(str(path), "--accelerator", "H100", "--gpus", "8,512", "--days", "30")
     for scale in found["scales"]:
         assert scale["communication_hours"] == pytest.approx(720 * scale["goodput"] * share(scale["gpus"]))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megalite.config.suggestions import tensor_parallel_fits
-from megalite.parallel.collectives import TensorParallel
+from megalite.parallel.collectives import RankGroup, TensorParallel
 from megalite.parallel.mesh import stage_boundaries
 from megalite.planner.cost.stage_parameters import stage_shapes
 from megalite.schedules.tables import Schedule, placement
@@ -40,3 +40,19 @@ def test_stages_hold_what_their_layers_hold(hub_model: HubModel) -> None:
                     names = [spec.name for spec in local if spec.is_block]
                     assert names == [f"model.layers.{layer}" for layer in shape.layers], case
                     assert (shape.has_embedding, shape.has_head) == (0 in held, len(where) - 1 in held), case
+
+
+@pytest.mark.parametrize("hub_model", [each for each in HUB_MODELS if options_of(each).num_experts], ids=str)
+def test_a_rank_has_its_share_of_experts_that_are_dealt(hub_model: HubModel) -> None:
+    model = options_of(hub_model)
+    assert model.num_experts is not None
+    for tp in filter(lambda size: tensor_parallel_fits(model, size), (1, 2)):
+        for ep in (1, model.num_experts):
+            (shape,) = stage_shapes(model, tp, 1, "1f1b", 1, expert_parallel_size=ep)
+            ranks = TensorParallel(tp, 0, experts=RankGroup(ep, ep - 1))
+            with torch.device("meta"):
+                layers = [spec.build(ranks) for spec in decoder_layers(model)]
+            found = {id(p): p for layer in layers for p in layer.parameters()}.values()
+            tied = found and model.tie_word_embeddings and layers[0].weight.numel()  # built for the head once more
+            assert shape.parameters == sum(p.numel() for p in found) - tied
+            assert shape.experts == sum(p.numel() for p in found if p.shard.stacked is not None)
