@@ -32,6 +32,7 @@ MODEL = {
     "num_key_value_heads": 4,
 }
 SMALL = MODEL | {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 704}
 # Two steps: in the second one moments exist beside activations. What distinguishes each: activations; the step; flat
 # fp32 gradients; replicas; buckets; gathered weights; cuts; stages
 CASES = [
@@ -45,11 +46,13 @@ CASES = [
     Case(model=MODEL, sequence=512, steps=2, micro_batch=2, pp=2, accumulation=3),
     Case(model=MODEL, sequence=512, steps=2, micro_batch=4, cp=2, cp_kind="all_gather"),
     Case(model=MODEL, sequence=512, steps=2, micro_batch=4, cp=2, cp_kind="ulysses"),
+    Case(model=MODEL | EXPERTS, sequence=512, steps=2, micro_batch=2, dp=2, ep=2),
+    Case(model=MODEL | EXPERTS, sequence=512, steps=2, micro_batch=2, dp=2),
     Case(model=MODEL, sequence=512, steps=2, micro_batch=4, offload={"optimizer": "cpu"}),
     Case(model=MODEL, sequence=512, steps=2, micro_batch=4, dtype="bf16", offload={"optimizer": "cpu"}),
     Case(model=MODEL, sequence=512, steps=2, micro_batch=4, offload={"activations": "cpu"}),
 ]
-LESS_DISTINCT = [*CASES[:5], CASES[6], *CASES[-3:]]  # from others by one term of the sum each
+LESS_DISTINCT = [*CASES[:5], CASES[6], *CASES[-4:]]  # from others by one term of the sum each
 RETURNS_MEMORY = "glibc.malloc.mmap_threshold=1048576"
 SERVER = """
 import json, sys
@@ -94,7 +97,7 @@ def train(rank: int, case: Case) -> tuple[float, float]:
     from tests.helpers.engine_cases import engine_of, global_batches, micro_batches_of
 
     before = 0
-    for each in (replace(case, model=SMALL, sequence=16), case):
+    for each in (replace(case, model=case.model | SMALL, sequence=16), case):
         before = psutil.Process().memory_info().rss
         engine = engine_of(each)
         for batch in global_batches(each):
@@ -112,7 +115,7 @@ def test_peak_of_each_rank(case: Case, measure: Measure) -> None:
     """What the ranks take beside their baseline: not hidden behind what python and torch take anyway. A small model is
     trained before, so that the baseline has the pages of libraries: a kernel takes those away that nobody uses for a
     while, and they would come back beside the tensors."""
-    config, mesh = case.config(), Mesh(case.tp, case.pp, case.dp, case.cp)
+    config, mesh = case.config(), Mesh(case.tp, case.pp, case.dp, case.cp, case.ep)
     job = TrainingWorkload.of(config, resolve_layout(config, case.world_size, "cpu"))
     stages = memory_of(job, replace(CPU, keeps_freed=False))
     for rank, (before, peak) in enumerate(measure(case)):
