@@ -126,8 +126,7 @@ class ModelConfig(Section):
         ),
         examples=[64],
     )
-    """Width of one head, even where rotated. Left out or null: `hidden_size / num_attention_heads`, or the sum of
-    `qk_nope_head_dim` and `qk_rope_head_dim`."""
+    """Width of one head, even where rotated. Null: `hidden_size / num_attention_heads`, or of latent parts the sum."""
 
     hidden_act: Literal["silu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu"] = "silu"
     """Activation function of the feed-forward layer; `gelu_new` and `gelu_fast` are names of `gelu_pytorch_tanh`."""

@@ -105,7 +105,7 @@ def test_what_is_not_here_is_not_here() -> None:
         ),
         ("deepspeed.horovod=true", ["deepspeed.horovod is a word of Horovod", "remove deepspeed.horovod"]),
         ("deepspeed.zero_optimization.zeropp_loco_param={}", ["removed", "gradient_reduction_dtype: bf16 halves"]),
-        ("parallel.loco=true", ["not here: gradients travel whole"]),
+        ("parallel.loco=true", ["compression.gradients: int8"]),
         ("local_sgd.every=3", ["not here: all replicas take every step together"]),
         ("diloco={outer_lr: 0.7}", ["larger training.global_batch_size"]),
         ("hivemind=true", ["megalite launch --spares K"]),
