@@ -32,6 +32,7 @@ from megalite.parallel.expert_balance import BIAS
 from megalite.parallel.shard import RangePiece
 
 log = logging.getLogger(__name__)
+UNTOLD = "untold"  # kind of what `compression.gradients` has left out of messages so far
 
 
 class OwnState(NamedTuple):
@@ -51,9 +52,13 @@ def own_blocks(engine: Engine) -> OwnState:
     blocks: list[Block] = []
     shapes: dict[str, tuple[int, ...]] = {}
     others: dict[str, tuple[str, ...]] = {}
+    untold = engine.reducer.mean_untold() if isinstance(engine.reducer, CompressedReducer) else {}
     for parameter, pieces in _own_pieces(engine):
         own = moments_of(parameter, optimizer) if moments else ()
-        if own != moments:
+        if parameter in untold:
+            blocks += [Block(entry(UNTOLD, each.name, each.source), each.of(untold[parameter])) for each in pieces]
+            others |= {piece.name: (*own, UNTOLD) for piece in pieces}
+        elif own != moments:
             others |= {piece.name: own for piece in pieces}
         for kind in (WEIGHT, *own):
             numbers = _own_numbers(engine, parameter, kind)
@@ -74,6 +79,7 @@ def own_size(engine: Engine) -> tuple[int, torch.device]:
     for parameter, pieces in _own_pieces(engine):
         numbers = _own_numbers(engine, parameter, WEIGHT)
         kinds = 1 + len(moments_of(parameter, engine.config.optimizer.name))
+        kinds += isinstance(engine.reducer, CompressedReducer) and parameter.requires_grad
         count += kinds * sum(piece.of(numbers).numel() for piece in pieces)
         device = numbers.device
     return count + sum(len(bias) for _, bias in _own_biases(engine)), device
@@ -143,8 +149,7 @@ def load_engine(engine: Engine, reader: WeightReader, *, weights_only: bool) -> 
             write_own_numbers(parameter, kind, fill)
         engine.activity.progress()
     refresh(engine)
-    if isinstance(engine.reducer, CompressedReducer):
-        engine.reducer.forget(reader.folder if checkpoint is not None and dist.get_rank() == 0 else None)
+    _load_untold(engine, checkpoint)
     _load_biases(engine, reader)
     if checkpoint is not None:
         set_loss_scaler_state(engine.deepspeed.optimizer, checkpoint.manifest.loss_scaler)
@@ -172,6 +177,24 @@ def _fill(
                 f"{where} NaN or infinite numbers, from which no step can begin: give intact weights as "
                 "training.initialize_from"
             )
+
+
+def _load_untold(engine: Engine, checkpoint: CheckpointReader | None) -> None:
+    """Loads what messages had left out of gradients, which a run without codes drops."""
+    kinds = {} if checkpoint is None else checkpoint.manifest.other_moments
+    holding = {name for name, others in kinds.items() if UNTOLD in others}
+
+    def fill(parameter: nn.Parameter, part: Tensor) -> None:
+        for piece in parameter.shard.pieces_of_range(*own_range(parameter)):  # type: ignore[attr-defined]
+            if checkpoint is not None and piece.name in holding:
+                checkpoint.fill(piece.of(part), piece.name, piece.source, UNTOLD)
+
+    if isinstance(engine.reducer, CompressedReducer):
+        engine.reducer.take_untold(fill, is_first=engine.coordinate.tensor_rank == 0)
+    elif checkpoint is not None and holding and dist.get_rank() == 0:
+        log.info(
+            f"compression.gradients none: what messages had left out of gradients in {checkpoint.folder} is dropped"
+        )
 
 
 def _load_biases(engine: Engine, reader: WeightReader) -> None:

@@ -8,10 +8,8 @@ nothing: until the step is decided the new remainder lies where the sum was.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -23,9 +21,8 @@ from megalite.engine.compression.codec import Codec, pieces_of
 from megalite.engine.compression.top_k import TopKCodec
 from megalite.engine.reduction.gradient_reduction import Bucket, GradientReducer
 from megalite.engine.reduction.partitioned_step import PartitionedStep
+from megalite.parallel.collectives import REDUCE_SCATTER
 from megalite.tracing.activity import Activity
-
-log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -99,15 +96,36 @@ class CompressedReducer(GradientReducer):
             torch.where(is_left_out.bool(), one.untold, one.remainder, out=one.untold)
             one.remainder = None
 
-    def forget(self, checkpoint: Path | None) -> None:
-        """Drops what is still to be told, which no checkpoint holds; says so if one is given."""
-        if checkpoint is not None:
-            log.info(
-                f"compression.gradients: {checkpoint} does not hold what messages had left out of gradients before "
-                "it: that is dropped"
-            )
-        for one in self.exchanges.values():
+    def mean_untold(self) -> dict[nn.Parameter, Tensor]:
+        """Returns what all replicas together still owe the mean of each parameter that this rank owns a part of, of
+        that part, flat; collective."""
+        found: dict[nn.Parameter, Tensor] = {}
+        for bucket in self.buckets:
+            if (one := self.exchanges.get(id(bucket))) is None:
+                owed = torch.zeros(bucket.size, device=self.device)
+            else:
+                whole = one.untold.clone()
+                getattr(dist, REDUCE_SCATTER)(owed := bucket.own(whole), whole, group=bucket.replicas.group)
+            owed /= self._size
+            found |= {each.parameter: owed[at : at + stop - start] for each, start, stop, at in bucket.own_parts()}
+        for parameter, part in found.items():
+            if getattr(parameter, "is_summed_at_step", False):
+                dist.all_reduce(part, group=self._tensor_group)
+        return found
+
+    def take_untold(self, fill: Callable[[nn.Parameter, Tensor], object], *, is_first: bool) -> None:
+        """Replaces what is still to be told by what `fill` writes into this rank's parts, as `mean_untold` returned
+        them, maybe on another layout. The owner of a part owes all of it; of parameters that tensor-parallel ranks
+        sum, the first of these does, which `is_first` says."""
+        for bucket in self.buckets:
+            if (one := self.exchanges.get(id(bucket))) is None:
+                continue
             one.untold.zero_()
+            owed = bucket.own(one.untold)
+            for each, start, stop, at in bucket.own_parts():
+                if is_first or not getattr(each.parameter, "is_summed_at_step", False):
+                    fill(each.parameter, owed[at : at + stop - start])
+            owed *= self._size
 
 
 class CompressedStep(PartitionedStep):

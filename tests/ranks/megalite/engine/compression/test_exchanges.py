@@ -7,6 +7,7 @@ clipping, in float64, are given what was told. Weights lag behind by what a code
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,12 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megalite.checkpoint.engine_state import UNTOLD, load_engine
+from megalite.checkpoint.manifest import step_folder
+from megalite.checkpoint.reader import CheckpointReader
 from megalite.engine.compression.gradients import CompressedReducer
 from megalite.engine.engine import Engine
 from megalite.engine.parameter_state import read_parameter, reading_gradients
 from megalite.resilience.replica_check import find_disagreements
 from tests.helpers.engine_cases import Case, engine_of, global_batches, micro_batches_of
 from tests.helpers.rank_pool import run_ranks
+from tests.helpers.saving import save
 
 CLIPPING = 0.05  # all gradients are larger
 SGD = {"optimizer": "sgd", "learning_rate": 0.5}
@@ -155,3 +160,38 @@ def test_what_replicas_tell_and_owe_is_the_mean_and_they_step_on_what_was_told(c
             # half a scale of what changed and was left behind before; nothing where weights are sent whole
             assert seen["weights behind"] <= (0.51 / 127 if "weights" in case.compression else 0.0), where
             assert not seen["disagreements"], where
+
+
+CHAIN = [
+    Case(pp=2, dp=2, dtype="bf16", **SMALL, compression=TOP_K | WEIGHTS),
+    Case(tp=2, dp=2, sequence_parallel=True, sequence=34, **SMALL, compression=INT8),
+    Case(dp=4, **SMALL, compression=INT4),
+]
+
+
+def _handed_on(rank: int, root: Path) -> None:
+    """Each layout saves what it has loaded of the one before, trains, and saves again."""
+    former = None
+    for place, case in enumerate(CHAIN):
+        engine = engine_of(case)
+        if former is not None:
+            load_engine(engine, CheckpointReader(former), weights_only=False)
+            save(engine, root / f"{place} loaded", 1)
+        for batch in global_batches(case)[:2]:
+            engine.train_step(micro_batches_of(engine, case, batch), case.learning_rate)
+        assert save(engine, root / str(place), 2).failure is None
+        former = root / str(place) / step_folder(2)
+        engine.deepspeed.destroy()
+
+
+@pytest.mark.slow
+def test_what_is_owed_is_handed_on_to_another_layout(tmp_path: Path) -> None:
+    """Owed by all replicas together, and by the parts of norms' gradients under sequence parallelism."""
+    run_ranks(_handed_on, 4, tmp_path)
+    for place in range(len(CHAIN) - 1):
+        saved = CheckpointReader(tmp_path / str(place) / step_folder(2))
+        loaded = CheckpointReader(tmp_path / f"{place + 1} loaded" / step_folder(1))
+        for name in saved.shapes:
+            there, here = (reader.read(name, kind=UNTOLD) for reader in (saved, loaded))
+            assert there.abs().max() > 0 or place, f"{name}: nothing is owed"
+            torch.testing.assert_close(here, there, rtol=1e-6, atol=0.0)  # a product and a sum, each rounded
