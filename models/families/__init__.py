@@ -12,6 +12,7 @@ from models.families.deepseek_v2 import DEEPSEEK_V2
 from models.families.deepseek_v3 import DEEPSEEK_V3
 from models.families.gemma2 import GEMMA2
 from models.families.gemma3 import GEMMA3
+from models.families.glm4_moe import GLM4_MOE
 from models.families.gpt2 import GPT2
 from models.families.gpt_neox import GPT_NEOX
 from models.families.llama import LLAMA
@@ -32,7 +33,7 @@ from models.hub.family import Family
 
 _KNOWN = (
     *(LLAMA, MISTRAL, MINISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, PHI3, OLMO2, OLMO3, GPT_NEOX, GPT2, SMOLLM3),
-    *(MIXTRAL, QWEN3_MOE, OLMOE, STARCODER2, DEEPSEEK_V2, DEEPSEEK_V3),
+    *(MIXTRAL, QWEN3_MOE, OLMOE, STARCODER2, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE),
 )
 FAMILIES = {known.model_type: known for known in _KNOWN}
 

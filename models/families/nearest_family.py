@@ -15,6 +15,7 @@ RELATIVES: dict[str, tuple[str, ...]] = {
     "gpt_neox": ("falcon", "gptj", "codegen", "phi", "persimmon", "gpt_neox_japanese", "cohere", "cohere2"),
     "gpt2": ("opt", "gpt_neo", "gpt_bigcode", "openai-gpt", "bloom", "mpt", "xglm", "biogpt"),
     "deepseek_v3": ("deepseek_v32", "kimi_k2", "glm4_moe_lite", "longcat_flash"),
+    "glm4_moe": ("glm4v_moe_text", "dots1", "exaone_moe"),
     "llama": (
         *("granite", "glm", "glm4", "nemotron", "internlm2", "internlm3", "helium", "olmo", "stablelm", "arcee"),
         *("apertus", "seed_oss", "ernie4_5", "diffllama", "baichuan", "minicpm", "minicpm3"),
@@ -29,8 +30,8 @@ RELATIVES: dict[str, tuple[str, ...]] = {
     "qwen2": ("qwen2_vl", "qwen2_5_vl"),
     "qwen3": ("hunyuan_v1_dense", "qwen3_vl"),
     "qwen3_moe": (
-        *("qwen2_moe", "glm4_moe", "gpt_oss", "ernie4_5_moe"),
-        *("dots1", "exaone_moe", "hunyuan_v1_moe", "llama4", "llama4_text"),
+        *("qwen2_moe", "gpt_oss", "ernie4_5_moe"),
+        *("hunyuan_v1_moe", "llama4", "llama4_text"),
     ),
 }
 """Family -> model types whose decoder differs from it in few places."""

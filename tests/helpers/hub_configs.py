@@ -169,6 +169,19 @@ DEEPSEEK_V3: dict[str, Any] = {
     "vocab_size": 129280,
 }
 
+GLM_4_5_AIR: dict[str, Any] = {
+    **{"_name_or_path": "zai-org/GLM-4.5-Air", "architectures": ["Glm4MoeForCausalLM"], "attention_bias": True},
+    **{"attention_dropout": 0.0, "eos_token_id": [151329, 151336, 151338], "first_k_dense_replace": 1},
+    **{"head_dim": 128, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02},
+    **{"intermediate_size": 10944, "max_position_embeddings": 131072, "model_type": "glm4_moe"},
+    **{"moe_intermediate_size": 1408, "n_group": 1, "n_routed_experts": 128, "n_shared_experts": 1},
+    **{"norm_topk_prob": True, "num_attention_heads": 96, "num_experts_per_tok": 8, "num_hidden_layers": 46},
+    **{"num_key_value_heads": 8, "num_nextn_predict_layers": 1, "pad_token_id": 151329, "partial_rotary_factor": 0.5},
+    **{"rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 1000000, "routed_scaling_factor": 1.0},
+    **{"tie_word_embeddings": False, "topk_group": 1, "torch_dtype": "bfloat16", "transformers_version": "4.54.0"},
+    **{"use_cache": True, "use_qk_norm": False, "vocab_size": 151552},
+}
+
 STARCODER2_3B = CONFIGS["STARCODER2_3B"]
 # keys that folders of the same family have besides
 SIBLINGS: list[dict[str, Any]] = [
@@ -203,6 +216,6 @@ SIBLINGS: list[dict[str, Any]] = [
 HUB_CONFIGS = [
     *(LLAMA_3_2_1B, SMOLLM2_135M, MISTRAL_7B, QWEN2_5_0_5B, QWEN3_0_6B, GEMMA_2_2B, GEMMA_3_1B, PHI_3_MINI_4K),
     *(PHI_4_MINI, OLMO_2_1B, PYTHIA_70M, GPT2, SMOLLM3_3B, MIXTRAL_8X7B, QWEN3_30B_A3B, OLMOE_1B_7B, STARCODER2_3B),
-    *(DEEPSEEK_V2_LITE, DEEPSEEK_V3),
+    *(DEEPSEEK_V2_LITE, DEEPSEEK_V3, GLM_4_5_AIR),
     *SIBLINGS,
 ]

@@ -64,6 +64,11 @@ FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "starcoder2": {key: value for key, value in _RMS.items() if key != "rms_norm_eps"},
     "deepseek_v2": {**_DEEPSEEK, "q_lora_rank": None},
     "deepseek_v3": {**_DEEPSEEK, "num_experts_per_tok": 3, "num_nextn_predict_layers": 0},
+    "glm4_moe": {
+        **_RMS,
+        **{"moe_intermediate_size": 19, "n_routed_experts": 6, "num_experts_per_tok": 3, "n_shared_experts": 2},
+        **{"n_group": 3, "topk_group": 2, "routed_scaling_factor": 1.7, "num_nextn_predict_layers": 0},
+    },
 }
 
 ROUTER_BIAS = "e_score_correction_bias"  # no parameter
@@ -219,6 +224,15 @@ HUB_MODELS = [
         "deepseek_v3",
         {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_scaling": DEEPSEEK_YARN, "attention_bias": True},
     ),
+    HubModel("glm4_moe", "glm4_moe", {"attention_bias": True, "use_qk_norm": True}),
+    HubModel(
+        "glm4_moe-no-groups",
+        "glm4_moe",
+        {
+            **{"tie_word_embeddings": True, "head_dim": 20, "partial_rotary_factor": 0.7, "rope_scaling": YARN},
+            **{"n_group": 1, "topk_group": 1, "first_k_dense_replace": 0, "norm_topk_prob": False},
+        },
+    ),
     HubModel("starcoder2", "starcoder2"),
     HubModel("starcoder2-tied", "starcoder2", {"tie_word_embeddings": True, "sliding_window": 7}),
     HubModel("starcoder2-plain", "starcoder2", {"use_bias": False, "hidden_act": "gelu", "norm_epsilon": 1e-3}),
@@ -307,6 +321,13 @@ SWITCHES: dict[str, dict[str, list[Any]]] = {
     },
     "deepseek_v2": {**_DEEPSEEK_SWITCHES, "topk_method": ["greedy", "group_limited_greedy"]},
     "deepseek_v3": {**_DEEPSEEK_SWITCHES, "norm_topk_prob": _BOTH},
+    "glm4_moe": {
+        **_COMMON,
+        **{"hidden_act": _GATED, "attention_bias": _BOTH, "use_qk_norm": _BOTH, "norm_topk_prob": _BOTH},
+        **{"partial_rotary_factor": [0.5, 1.0], "n_shared_experts": [1, 2], "first_k_dense_replace": [0, 1, 2]},
+        **{"moe_intermediate_size": [19, 24], "routed_scaling_factor": [1.0, 1.7], "num_experts_per_tok": [1, 2]},
+        **{"n_group": [2, 3], "topk_group": [1, 2]},
+    },
     "starcoder2": {
         **_COMMON,
         "use_bias": _BOTH,

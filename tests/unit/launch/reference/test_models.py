@@ -48,7 +48,7 @@ GEMMA = {"hidden_size": 64}
 ONE_OF_EACH_KIND: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in ("llama-biases", "llama-3.1", "llama-deepseek-yarn", "mistral", "qwen2-window")),
     *((name, {}) for name in ("qwen3", "phi3", "phi3-longrope", "olmo2", "olmo3", "gpt_neox", "gpt2", "smollm3")),
-    *((name, {}) for name in ("mixtral", "qwen3_moe", "qwen3_moe-some-dense", "olmoe", "starcoder2-tied")),
+    *((name, {}) for name in ("mixtral", "qwen3_moe", "qwen3_moe-some-dense", "olmoe", "glm4_moe", "starcoder2-tied")),
     *((name, GEMMA) for name in ("gemma2", "gemma3", "gemma3-capped")),
 ]
 
@@ -59,7 +59,23 @@ def test_ours_and_transformers_are_one_function_in_float64(name: str, switches: 
     assert_one_function(asked(name, **switches))
 
 
-OF_ANY_SHAPE = ("olmoe",)
+def experts_of_olmoe(of: random.Random) -> dict[str, Any]:
+    experts = of.randint(2, 9)
+    return {"num_experts": experts, "num_experts_per_tok": of.randint(1, experts)}
+
+
+def experts_of_glm(of: random.Random) -> dict[str, Any]:
+    groups, size = of.randint(1, 3), of.randint(2, 4)
+    chosen = of.randint(1, groups)
+    return {
+        **{"n_group": groups, "topk_group": chosen, "n_routed_experts": groups * size},
+        **{"num_experts_per_tok": of.randint(1, chosen * size), "moe_intermediate_size": of.randint(8, 40)},
+        **{"n_shared_experts": of.randint(1, 3), "first_k_dense_replace": of.randint(0, 2)},
+        **{"use_qk_norm": of.random() < 0.5, "attention_bias": of.random() < 0.5, "norm_topk_prob": of.random() < 0.5},
+    }
+
+
+OF_ANY_SHAPE = {"olmoe": experts_of_olmoe, "glm4_moe": experts_of_glm}
 
 
 @pytest.mark.slow
@@ -70,14 +86,12 @@ def test_experts_of_any_shape_are_transformers_function_in_float64(name: str, dr
     print(f"seed {seed}")
     of = random.Random(seed)
     kv_heads, group, head_dim = of.randint(1, 4), of.randint(1, 3), 2 * of.randint(2, 9)
-    experts = of.randint(2, 9)
     shape = {
         **{"num_key_value_heads": kv_heads, "num_attention_heads": group * kv_heads},
         **{"hidden_size": group * kv_heads * head_dim, "vocab_size": of.randint(40, 200)},
-        **{"intermediate_size": of.randint(8, 60), "num_experts_per_tok": of.randint(1, experts)},
-        "num_hidden_layers": of.randint(2, 4),
+        **{"intermediate_size": of.randint(8, 60), "num_hidden_layers": of.randint(2, 4)},
     }
-    assert_one_function(asked(name, **shape, num_experts=experts))
+    assert_one_function(asked(name, **shape, **OF_ANY_SHAPE[name](of)))
 
 
 def assert_one_function(made: ParityProblem) -> None:

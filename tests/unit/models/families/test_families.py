@@ -180,6 +180,10 @@ MISTAKES: list[tuple[str, dict[str, Any]]] = [
     ("deepseek_v3", {"norm_topk_prob": False}),
     ("deepseek_v3", {"group_score": "max"}),
     ("deepseek_v3-plain-queries", {"rope_scaling": YARN}),
+    ("glm4_moe", {"partial_rotary_factor": 1.0}),
+    ("glm4_moe", {"query_key_norm": "none"}),
+    ("glm4_moe", {"topk_group": 1}),
+    ("glm4_moe-no-groups", {"norm_topk_prob": True}),
     ("olmoe", {"norm_topk_prob": True}),
     ("olmoe", {"query_key_norm": "none"}),
 ]

@@ -16,7 +16,7 @@ from models.hub.config_parts import FamilyError
     [
         ("falcon", "its nearest relative is gpt_neox, and docs/adding_a_model.md shows"),
         ("gemma", "its nearest relative is gemma2"),
-        ("dots1", "its nearest relative is qwen3_moe"),
+        ("dots1", "its nearest relative is glm4_moe"),
         ("bert", "it is an encoder, and only decoders"),
         ("t5", "it is an encoder with a decoder, and only"),
         ("mamba", "it is a recurrent model, and only"),

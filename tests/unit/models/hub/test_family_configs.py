@@ -29,6 +29,12 @@ GEMMA3 = {
     **{"scale_embeddings": True, "sliding_window": 7},
 }
 OLMO = {"norm_placement": "post", "query_key_norm": "full_width", "sliding_window": 7}
+SIGMOID_EXPERTS = {
+    "num_experts": 3,
+    "scoring_func": "sigmoid",
+    "group_score": "top2_sum",
+    "e_score_correction_bias": True,
+}
 
 
 V4_SPELLINGS = {
@@ -271,6 +277,7 @@ INEXPRESSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "olmo3", "rope_local_base_freq": 5.0, **OLMO}, "rope_local_base_freq is"),
     ({"model_type": "starcoder2"}, "normalization rmsnorm is no starcoder2"),
     ({"model_type": "starcoder2", "normalization": "layernorm", "gated_mlp": False, "mlp_bias": True}, "use_bias"),
+    ({"model_type": "glm4_moe", "query_key_norm": "full_width", **SIGMOID_EXPERTS}, "which has per_head or none"),
     ({"model_type": "mamba"}, "mamba"),
     ({"num_key_value_heads": 3}, "num_key_value_heads 3"),
     ({"head_dim": 7}, "head_dim 7"),
