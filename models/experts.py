@@ -25,6 +25,7 @@ from megalite.parallel.collectives import (
 from megalite.parallel.expert_balance import ExpertBalance
 from megalite.parallel.expert_dispatch import through_experts
 from megalite.parallel.fused_passes import HasPasses
+from megalite.parallel.gradient_accumulation_fusion import wide_product
 from megalite.parallel.grouped_linear import GroupedLinear, RowGroups, say_why_experts_loop, why_no_grouped_kernel
 from megalite.parallel.linear import linear, sharded_parameter
 from megalite.parallel.shard import Shard
@@ -80,6 +81,7 @@ class Router(HasPasses):
         super().__init__()
         assert model.num_experts is not None
         self.tp, self.top_k, self.renormalizes = tp, model.num_experts_per_tok, model.norm_topk_prob
+        self.has_wide_logits = model.fp32_router
         self.scoring, self.scaling = model.scoring_func, model.routed_scaling_factor
         self.groups = GroupChoice(model.n_group, model.topk_group, 1 if model.group_score == "max" else 2)
         shape, whole = (model.num_experts, model.hidden_size), (("", model.num_experts),)
@@ -91,7 +93,10 @@ class Router(HasPasses):
         Runs inside the parallel region: inputs are bitwise equal on all ranks, so all choose the same experts; each has
         only its part of an expert's output, and so of the router's gradient.
         """
-        logits = linear(x, parameter_in_parallel_region(self.weight, self.tp), None)  # [batch, seq, experts]
+        weight = parameter_in_parallel_region(self.weight, self.tp)
+        is_narrow = x.dtype in (torch.bfloat16, torch.float16)
+        product = _WideLogits.apply if self.has_wide_logits and is_narrow else partial(linear, bias=None)
+        logits = product(x, weight)  # [batch, seq, experts]
         wide = torch.promote_types(logits.dtype, torch.float32)
         scores = logits.softmax(dim=-1, dtype=wide) if self.scoring == "softmax" else logits.to(wide).sigmoid()
         if bias is None and self.groups.chosen == self.groups.groups:
@@ -107,6 +112,22 @@ class Router(HasPasses):
         if self.scoring == "sigmoid":
             scores = self.run(_renormalized)(scores)
         return ExpertChoice(weights, chosen, logits, scores)
+
+
+class _WideLogits(torch.autograd.Function):
+    """`x W^T` in fp32 of 16-bit numbers, which are kept as they are; their gradients are rounded once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return wide_product(x.flatten(0, -2), weight.t()).unflatten(0, x.shape[:-1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        (x, weight), rows, weight_grad = ctx.saved_tensors, grad.flatten(0, -2), None
+        if ctx.needs_input_grad[1]:
+            weight_grad = (rows.t() @ x.flatten(0, -2).float()).to(weight.dtype)
+        return (rows @ weight.float()).to(x.dtype).view_as(x), weight_grad
 
 
 def _renormalized(weights: Tensor) -> Tensor:

@@ -170,6 +170,9 @@ class ModelConfig(Section):
     scoring_func: Literal["softmax", "sigmoid"] = "softmax"
     """Scores of experts: of all together, or of each by itself (DeepSeek-V3)."""
 
+    fp32_router: bool = False
+    """Logits of experts are fp32 where hidden states are 16-bit (DeepSeek, GLM-4-MoE); rounding them moves choices."""
+
     n_group: PositiveInt = Field(default=1, examples=[8])
     """Groups that the experts of a layer are in, in order; a token's experts are in the best `topk_group` of them."""
 

@@ -92,7 +92,7 @@ DEEPSEEK_V2 = Family(
         "n_group": None,
         "topk_group": None,
     },
-    fixed={"norm_topk_prob": False},
+    fixed={"norm_topk_prob": False, "fp32_router": True},
     parts=(LATENTS, FIRST_DENSE, GROUPS),
     must_be={"scoring_func": "softmax", "norm_topk_prob": False, "moe_layer_freq": 1, "mlp_bias": False},
     kept=(*KEPT, *GROUPS.keys),

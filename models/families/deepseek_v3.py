@@ -36,7 +36,10 @@ DEEPSEEK_V3 = Family(
         "n_group": 8,
         "topk_group": 4,
     },
-    fixed={"scoring_func": "sigmoid", "group_score": "top2_sum", "e_score_correction_bias": True},
+    fixed={
+        **{"scoring_func": "sigmoid", "group_score": "top2_sum", "e_score_correction_bias": True},
+        "fp32_router": True,
+    },
     parts=(LATENTS, FIRST_DENSE, LEFT_OUT),
     must_be={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "rope_interleave": True},
     kept=KEPT,

@@ -56,6 +56,7 @@ GLM4_MOE = Family(
         "scoring_func": "sigmoid",
         "group_score": "top2_sum",
         "e_score_correction_bias": True,
+        "fp32_router": True,
     },
     parts=(rope(rotated=0.5), HEAD_NORMS, FIRST_DENSE, LEFT_OUT),
     kept=("output_router_logits", "router_aux_loss_coef"),

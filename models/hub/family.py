@@ -51,6 +51,7 @@ PLAIN = {
     "position_embedding": "rope",
     "layers_without_rope": (),
     "scoring_func": "softmax",
+    "fp32_router": False,
     "n_group": 1,
     "topk_group": 1,
     "group_score": "max",

@@ -29,6 +29,7 @@ ROPE_FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 OF_EXPERTS = (
     *("num_experts_per_tok", "norm_topk_prob", "mlp_only_layers", "scoring_func", "n_group", "topk_group"),
+    "fp32_router",
     *("group_score", "routed_scaling_factor", "e_score_correction_bias", "n_shared_experts"),
 )
 

@@ -156,6 +156,31 @@ def test_block_and_every_gradient_are_transformers(family: str, model: ModelConf
         torch.testing.assert_close(mine, want, rtol=0, atol=2e-6 * float(want.detach().abs().max()) + 1e-12, msg=name)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_wide_logits_of_narrow_numbers_give_transformers_choices(dtype: torch.dtype) -> None:
+    """Catches logits that are rounded before the choice, which moves one token in thirty, and gradients of them.
+
+    Weights of fp32 sums in another order are equal within 1e-5; gradients are rounded once on both sides.
+    """
+    model = model_of(experts=96, top_k=5, n_group=4, topk_group=2, fp32_router=True, **SIGMOIDS)
+    ours, theirs = sparse_mlp(model).gate.to(dtype), theirs_of(model, "deepseek_v3").gate.to(dtype)  # type: ignore[union-attr,operator]
+    with torch.no_grad():
+        theirs.weight.copy_(ours.weight)  # type: ignore[union-attr,operator]
+    theirs.e_score_correction_bias = bias = torch.linspace(-0.02, 0.03, 96)[torch.randperm(96)]
+    x = torch.randn(1, 2000, HIDDEN, dtype=dtype, requires_grad=True)
+    their_x = x.detach().clone().requires_grad_()
+    found, (_, weights, chosen) = ours(x, bias), theirs(their_x)
+    dense = torch.zeros(2, 2000, 96).scatter(
+        2, torch.stack((found.experts[0], chosen)), torch.stack((found.weights[0], weights))
+    )
+    torch.testing.assert_close(dense[0], dense[1], rtol=1e-5, atol=1e-7)
+    direction = torch.randn(2000, 96)
+    (found.weights[0] * direction.gather(1, found.experts[0])).sum().backward()
+    (weights * direction.gather(1, chosen)).sum().backward()
+    for mine, want in ((x.grad, their_x.grad), (ours.weight.grad, theirs.weight.grad)):
+        torch.testing.assert_close(mine, want, rtol=2 * torch.finfo(dtype).eps, atol=1e-4 * float(want.abs().max()))  # type: ignore[union-attr]
+
+
 def test_experts_that_nobody_chose_have_gradients_of_zero() -> None:
     """Not None: DeepSpeed would wait for them for ever, or leave what the last step put into its buffer."""
     block = sparse_mlp(model_of())

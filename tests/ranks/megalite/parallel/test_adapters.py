@@ -37,7 +37,7 @@ LATENT = {
     **{"qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 7, "num_experts": 4, "n_shared_experts": 1},
     # all blocks dense, because transformers' experts are fused
     **{"mlp_only_layers": [0, 1, 2, 3, 4], "scoring_func": "sigmoid", "group_score": "top2_sum"},
-    "e_score_correction_bias": True,
+    **{"e_score_correction_bias": True, "fp32_router": True},
 }
 OF_LATENTS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 OPTIMIZERS = {"adamw": 1e-2, "sgd": 1.0}  # name -> learning rate

@@ -34,6 +34,7 @@ SIGMOID_EXPERTS = {
     "scoring_func": "sigmoid",
     "group_score": "top2_sum",
     "e_score_correction_bias": True,
+    "fp32_router": True,
 }
 
 
