@@ -82,7 +82,7 @@ def halves_are_rotated_for_neighbours() -> None:
     """As other families have their pairs."""
 
     def rotated(x: Tensor, inputs: Any) -> Tensor:
-        return attention.rotated(x, inputs.cos, inputs.sin)
+        return attention._rotated_plainly(x, inputs.cos, inputs.sin)
 
     latent_attention._rotated_neighbours = rotated
 

@@ -60,9 +60,9 @@ def test_planted_defects_change_the_counts() -> None:
     def with_a_copy(self: MLP, hidden: Tensor) -> Tensor:
         return feed_forward(self, hidden.clone())
 
-    def with_a_mask(self: Attention, qkv: Tensor, positions: Tensor | None, samples: Tensor | None) -> Tensor:
-        torch.ones(FEW.seq, FEW.seq, dtype=torch.bool, device=qkv.device).tril_()
-        return attend(self, qkv, positions, samples)
+    def with_a_mask(self: Attention, inputs: Any, samples: Tensor | None, *projected: Tensor) -> Tensor:
+        torch.ones(FEW.seq, FEW.seq, dtype=torch.bool, device=projected[0].device).tril_()
+        return attend(self, inputs, samples, *projected)
 
     with patch.object(MLP, "forward", with_a_copy):
         copied = count_block(FEW)

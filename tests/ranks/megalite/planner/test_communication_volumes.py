@@ -310,7 +310,9 @@ def test_a_ring_passes_on_what_patarasuk_and_yuan_say() -> None:
 def test_one_rank_moves_nothing() -> None:
     case = Case(model={"tie_word_embeddings": True})
     layout = resolve_layout(case.config(), 1, "cpu")
-    assert traffic(_predicted(case), TrainingWorkload.of(_config(case), layout)) == Traffic((0,), (0,), {}, 0, (0,))
+    assert traffic(_predicted(case), TrainingWorkload.of(_config(case), layout)) == Traffic(
+        (0,), (0,), {}, 0, (0,), (0,), (0,)
+    )
 
 
 def test_a_published_model_moves_what_its_paper_says() -> None:
@@ -325,7 +327,7 @@ def test_a_published_model_moves_what_its_paper_says() -> None:
         case = Case(tp=8, dtype="bf16", micro_batch=1, sequence=2048, sequence_parallel=sequence_parallel, model=model)
         config = case.config()
         layout = resolve_layout(config, 8, "cuda")
-        inner = StageShape(parameters=1, chunks=(ChunkBlocks(0, 96),), has_embedding=False, has_head=False)
+        inner = StageShape(parameters=1, experts=0, chunks=(ChunkBlocks(0, 96),), has_embedding=False, has_head=False)
         job = TrainingWorkload.of(config, layout)
         links += traffic(volumes(job, [inner]), job).tensor
     assert links == [8 * ring, 10 * ring]

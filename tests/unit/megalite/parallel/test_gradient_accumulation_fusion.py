@@ -57,7 +57,8 @@ class _Sums:
         self.count += 1
 
     def sum_of(self, parameter: Tensor) -> Tensor:
-        self.total *= self.count > 0  # which a reducer does too
+        if self.count == 0:
+            self.total.zero_()  # which a reducer does too
         self.count += 1
         return self.total
 
