@@ -15,7 +15,8 @@ import platform
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from benchmarks.harness import RESULTS, header, row
 from launch.parity.comparison import worst
@@ -27,6 +28,7 @@ from launch.runtime.devices import cpu_count
 from megalite.config.rules.known_bad import installed_versions
 from tests.helpers.odd_sizes import DEEP_LAYOUTS, LAYOUTS, TIMEOUT_S, Case, Family, legal_cases, references_of, sample
 
+NAMES = {"zero": "ZeRO", "cp_kind": "kind"}
 KINDS = {
     "loss": ("loss", "evaluation loss"),
     "norm": ("gradient norm",),
@@ -35,11 +37,17 @@ KINDS = {
 }
 
 
+ODD_MODEL = [
+    "The model is odd on purpose: 131 tokens, 5 layers (9 narrower ones for four stages of two chunks), 4 heads, 2",
+    "key/value heads (1 at tp=4), 101 intermediate features, sequences of 33 tokens (36 where they are cut).",
+    "",
+]
 PLAIN = [
     "# Every legal layout without a pipeline against transformers",
     "",
     "Each row holds the layouts with recomputation none, selective and full, with 1 and 4 micro-batches per step, and",
     "with a head that is tied to the embedding or not; the errors are the largest of them.",
+    *ODD_MODEL,
 ]
 PIPELINES = [
     "# Every schedule and ZeRO stage of a pipeline against transformers",
@@ -49,6 +57,7 @@ PIPELINES = [
     "where four stages have two chunks each; at tp=2 the sequence is cut. Left out, as other rows show the same:",
     "selective recomputation, 1 micro-batch, tp=4, dp=3, and tp=2 with whole sequences; `pytest -m exhaustive` has",
     "them.",
+    *ODD_MODEL,
 ]
 SAMPLE = [
     "# Layouts in 16 bits against transformers",
@@ -67,9 +76,6 @@ EXPLANATION = [
     "transformers in float64, bounds 2e-5 (loss, norm) and 1e-5. Weights and moments after three steps of AdamW on",
     "packed documents and of clipped SGD are compared too: the last column is the error that came nearest to its",
     "bound, in parts of it.",
-    "",
-    "The model is odd on purpose: 131 tokens, 5 layers (9 narrower ones for four stages of two chunks), 4 heads, 2",
-    "key/value heads (1 at tp=4), 101 intermediate features, sequences of 33 tokens (36 where they are cut).",
 ]
 
 
@@ -98,14 +104,19 @@ def run(cases: list[Case], dtype: Dtype) -> Iterator[tuple[ParityLayout, LayoutR
         yield layout, verdict
 
 
-def report(results: list[tuple[ParityLayout, LayoutResult]], count: int, introduction: list[str], dtype: Dtype) -> str:
-    """A row per (schedule, tp, pp, dp, zero, sequence parallel), over recomputation, accumulation and tied heads."""
-    rows: dict[tuple[str, int, int, int, int, bool], list[LayoutResult]] = defaultdict(list)
-    for at, verdict in results:
-        rows[at.schedule, at.tp, at.pp, at.dp, at.zero, at.sequence_parallel].append(verdict)
+def report(
+    results: list[tuple[ParityLayout, LayoutResult]],
+    count: int,
+    introduction: list[str],
+    dtype: Dtype,
+    axes: Sequence[str] = ("schedule", "tp", "pp", "dp", "zero", "sequence_parallel"),
+) -> str:
+    """A row for all layouts that are the same on `axes`."""
+    rows: dict[tuple[Any, ...], list[LayoutResult]] = defaultdict(list)
+    for layout, verdict in results:
+        rows[tuple(getattr(layout, axis) for axis in axes)].append(verdict)
     passed = sum(verdict.passed for _, verdict in results)
     versions = ", ".join(f"{name} {version}" for name, version in installed_versions().items())
-    axes = ("schedule", "tp", "pp", "dp", "ZeRO", "sequence parallel")
     lines = [
         *introduction,
         *(EXPLANATION if dtype == "fp32" else EXPLANATION_OF_16_BITS),
@@ -113,12 +124,15 @@ def report(results: list[tuple[ParityLayout, LayoutResult]], count: int, introdu
         f"**{passed} of {len(results)} pass**{f' ({count} were asked for)' * (len(results) < count)}. {dtype} on "
         f"{cpu_count()} cores of {platform.machine()}, gloo, Python {platform.python_version()}, {versions}.",
         "",
-        *header(*axes, "pass", *KINDS, "of the bound"),
+        *header(*(NAMES.get(axis, axis.replace("_", " ")) for axis in axes), "pass", *KINDS, "of the bound"),
     ]
-    for (*sizes, is_cut), verdicts in sorted(rows.items()):
+    for at, verdicts in sorted(rows.items()):
         findings = [finding for verdict in verdicts for finding in verdict.deviations]
         errors = [max((f.error for f in findings if f.quantity.kind in kinds), default=0.0) for kinds in KINDS.values()]
-        cells = [*sizes, "yes" if is_cut else "no", f"{sum(v.passed for v in verdicts)}/{len(verdicts)}"]
+        cells = [
+            *({True: "yes", False: "no"}[v] if isinstance(v, bool) else v for v in at),
+            f"{sum(v.passed for v in verdicts)}/{len(verdicts)}",
+        ]
         cells += [f"{error:.0e}" for error in errors]
         lines.append(row([*cells, f"{worst(findings).excess:.2f}" if findings else "-"]))
     return "\n".join(lines) + "\n"
