@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megalite.config.compression import CompressionConfig
 from megalite.config.config import Config
 
 
 def problems_with_compression(config: Config) -> Iterator[str]:
     """Yields a sentence for each broken rule."""
     compression, parallel, precision = config.compression, config.parallel, config.precision
+    default = CompressionConfig.model_fields["density"].default
+    if compression.density != default and compression.gradients != "top_k":
+        yield (
+            f"compression.density {compression.density} has no effect with compression.gradients "
+            f"{compression.gradients}: set compression.gradients top_k, or remove compression.density"
+        )
     used = [
         f"compression.{name} {kind}"
         for name in ("gradients", "weights")

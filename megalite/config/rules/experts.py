@@ -18,6 +18,8 @@ def problems_with_experts(config: Config, data_parallel_size: int | None) -> Ite
     if experts is None:
         yield f"{option} deals out experts, but model.num_experts is null: use 1, or set num_experts"
         return
+    if not any(map(config.model.has_experts, range(config.model.num_hidden_layers))):
+        yield f"{option} deals out experts, but model.mlp_only_layers names every layer: use 1"
     replicas = None if data_parallel_size is None else data_parallel_size * parallel.context_parallel_size
     if experts % ep or (replicas or ep) % ep:
         what = f"model.num_experts {experts}"

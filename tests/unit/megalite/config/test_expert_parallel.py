@@ -16,6 +16,7 @@ EXPERTS = {"model_type": "mixtral", "num_experts": 8, "num_experts_per_tok": 2, 
     ("ep", "changes", "said"),
     [
         (2, {"model": {"model_type": "llama"}}, "use 1, or set num_experts"),
+        (2, {"model": EXPERTS | {"model_type": "qwen3_moe", "mlp_only_layers": [0, 1, 2, 3, 4]}}, "names every layer"),
         (3, {}, "must divide model.num_experts 8 and the 4 replicas (data-parallel x context-parallel size): use an "),
         (3, {}, "expert_parallel_size of 2 or 4"),
         (8, {}, "expert_parallel_size of 4"),
