@@ -38,6 +38,7 @@ KINDS = {
 
 
 ODD_MODEL = [
+    "",
     "The model is odd on purpose: 131 tokens, 5 layers (9 narrower ones for four stages of two chunks), 4 heads, 2",
     "key/value heads (1 at tp=4), 101 intermediate features, sequences of 33 tokens (36 where they are cut).",
     "",
@@ -94,14 +95,14 @@ def run(cases: list[Case], dtype: Dtype) -> Iterator[tuple[ParityLayout, LayoutR
         if family not in sessions:
             sessions[family] = Session(references_of(family.problem(), dtype), TIMEOUT_S)
         verdict = sessions[family].run(layout)
-        outcome = (
-            "pass" if verdict.passed else f"FAIL {verdict.crash or verdict.disagreements or worst(verdict.deviations)}"
-        )
-        print(
-            f"[{index}/{len(cases)}] {time.monotonic() - started:5.0f} s {layout} {'tied' * tied}: {outcome}",
-            flush=True,
-        )
+        place = f"[{index}/{len(cases)}] {time.monotonic() - started:5.0f} s"
+        print(f"{place} {layout} {'tied' * tied}: {outcome(verdict)}", flush=True)
         yield layout, verdict
+
+
+def outcome(verdict: LayoutResult) -> str:
+    """Returns a verdict in short."""
+    return "pass" if verdict.passed else f"FAIL {verdict.crash or verdict.disagreements or worst(verdict.deviations)}"
 
 
 def report(

@@ -18,8 +18,7 @@ import time
 from typing import Any, get_args
 
 from benchmarks.harness import RESULTS
-from benchmarks.parity import report
-from launch.parity.comparison import worst
+from benchmarks.parity import outcome, report
 from launch.parity.diagnosis import LayoutResult
 from launch.parity.layout import ParityLayout
 from launch.parity.problem import ParityProblem
@@ -99,10 +98,8 @@ def main() -> int:
     for name, layout in ((name, layouts[name][place]) for place in range(count) for name in SWITCHES):
         verdict = sessions[name].run(layout)
         results.append((layout, verdict))
-        said = (
-            "pass" if verdict.passed else f"FAIL {verdict.crash or verdict.disagreements or worst(verdict.deviations)}"
-        )
-        print(f"{len(results)} {time.monotonic() - started:5.0f} s {name} {layout}: {said}", flush=True)
+        place = f"[{len(results)}/{count * len(SWITCHES)}] {time.monotonic() - started:5.0f} s"
+        print(f"{place} {name} {layout}: {outcome(verdict)}", flush=True)
         if asked.count is None:  # written after each, so that a run that is stopped has a table too
             path = RESULTS / f"parity_shared{f'_{asked.dtype}' * (asked.dtype != 'fp32')}.md"
             path.write_text(report(results, count * len(SWITCHES), INTRODUCTION, asked.dtype, AXES))

@@ -180,7 +180,7 @@ class Engine(ABC):
     def replicas_of(self, parameter: torch.nn.Parameter) -> dist.ProcessGroup:
         """Returns the group of the ranks that hold what this one holds of a parameter: of experts not all replicas."""
         is_dealt = parameter.shard.is_dealt  # type: ignore[attr-defined]
-        return self._grid.same_experts_group if is_dealt else self.data_parallel_group()
+        return self.data_parallel_group(of_experts=is_dealt)
 
     def tensor_parallel_group(self) -> dist.ProcessGroup | None:
         """Returns the group of the ranks that share this one's layers and samples; None if this one does alone."""

@@ -13,9 +13,9 @@ from megalite.config import Config
 from megalite.training.state import learning_rate_factor
 
 EXPONENTS = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}
-"""Of the batch over the reference batch: linear for SGD (Goyal 2017, arXiv:1706.02677), the root for Adam (Malladi
-2022, arXiv:2205.10287). Adam's rule for k times the batch also makes betas `1 - k (1 - beta)` and eps `eps / sqrt(k)`:
-these stay as the config states them, since the moments would mean something else from one step to the next."""
+"""Powers of the batch over the reference batch: linear for SGD (Goyal 2017, arXiv:1706.02677), the root for Adam
+(Malladi 2022, arXiv:2205.10287). Adam's rule for k times the batch also makes betas `1 - k (1 - beta)` and eps `eps /
+sqrt(k)`: these stay as the config states them, since the moments would mean something else from step to step."""
 
 
 def rate_factors(config: Config, total_steps: int) -> Callable[[int], float]:

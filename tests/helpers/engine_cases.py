@@ -6,11 +6,14 @@ That all layouts compute the same thing is tested by tests/verify; here cases ar
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import torch
+from torch import Tensor, nn
 
 from launch.parity import observations
 from launch.parity.observations import ArrayBlock, Quantity
@@ -199,3 +202,15 @@ def trained_steps(engine: Engine, case: Case, first: int, last: int) -> list[tup
         result = engine.train_step(micro_batches_of(engine, case, batch), case.learning_rate)
         numbers.append((float(result.loss), float(result.grad_norm)))
     return numbers
+
+
+def plain_optimizer(engine: Engine, weights: Mapping[nn.Parameter, Tensor]) -> torch.optim.Optimizer:
+    """torch's own optimizer of an engine's config over copies of its parameters; vectors do not decay."""
+    options = engine.config.optimizer
+    groups = [
+        {"params": [w for p, w in weights.items() if (p.ndim > 1) == is_matrix], "weight_decay": decay}
+        for is_matrix, decay in ((True, options.weight_decay), (False, 0.0))
+    ]
+    if options.name == "sgd":
+        return torch.optim.SGD(groups, lr=options.learning_rate)
+    return torch.optim.AdamW(groups, lr=options.learning_rate, betas=options.betas, eps=options.eps)

@@ -22,7 +22,7 @@ from megalite.engine.compression.gradients import CompressedReducer
 from megalite.engine.engine import Engine
 from megalite.engine.parameter_state import read_parameter, reading_gradients
 from megalite.resilience.replica_check import find_disagreements
-from tests.helpers.engine_cases import Case, engine_of, global_batches, micro_batches_of
+from tests.helpers.engine_cases import Case, engine_of, global_batches, micro_batches_of, plain_optimizer
 from tests.helpers.rank_pool import run_ranks
 from tests.helpers.saving import save
 
@@ -38,20 +38,12 @@ class _Reference:
     """Of one rank: its own gradients, those that were told, and the weights after steps on them; in float64."""
 
     def __init__(self, engine: Engine) -> None:
-        self.engine, options = engine, engine.config.optimizer
+        self.engine = engine
         parameters = [parameter for _, parameter in engine.parameters()]
         self.own = {p: torch.zeros(p.shape, dtype=torch.float64) for p in parameters}
         self.told = {p: torch.zeros(p.shape, dtype=torch.float64) for p in parameters}
         self.weights = {p: read_parameter(p, ())["weight"].double() for p in parameters}
-        groups = [
-            {"params": [w for p, w in self.weights.items() if (p.ndim > 1) == is_matrix], "weight_decay": decay}
-            for is_matrix, decay in ((True, options.weight_decay), (False, 0.0))
-        ]
-        self.optimizer: torch.optim.Optimizer = (
-            torch.optim.SGD(groups, lr=options.learning_rate)
-            if options.name == "sgd"
-            else torch.optim.AdamW(groups, lr=options.learning_rate, betas=options.betas, eps=options.eps)
-        )
+        self.optimizer = plain_optimizer(engine, self.weights)
         for parameter in parameters:
             parameter.register_hook(lambda gradient, at=parameter: self._add(at, gradient))
 

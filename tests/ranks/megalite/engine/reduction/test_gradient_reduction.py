@@ -24,7 +24,7 @@ from megalite.parallel.linear import LinearLayer
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.shard import Shard
 from megalite.tracing.activity import Activity, Operation, Phase
-from tests.helpers.engine_cases import Case, engine_of, global_batches, micro_batches_of
+from tests.helpers.engine_cases import Case, engine_of, global_batches, micro_batches_of, plain_optimizer
 from tests.helpers.rank_pool import run_ranks
 
 EXPERTS = {"num_experts": 6, "moe_intermediate_size": 30, "mlp_only_layers": [0]}
@@ -54,18 +54,10 @@ class _Reference:
     """
 
     def __init__(self, engine: Engine, by_product: bool) -> None:
-        self.engine, options = engine, engine.config.optimizer
+        self.engine = engine
         self.sums: dict[Tensor, Tensor] = {}
         self.weights = {p: read_parameter(p, ())["weight"].double() for _, p in engine.parameters()}
-        groups = [
-            {"params": [w for p, w in self.weights.items() if (p.ndim > 1) == is_matrix], "weight_decay": decay}
-            for is_matrix, decay in ((True, options.weight_decay), (False, 0.0))
-        ]
-        self.optimizer: torch.optim.Optimizer = (
-            torch.optim.SGD(groups, lr=options.learning_rate)
-            if options.name == "sgd"
-            else torch.optim.AdamW(groups, lr=options.learning_rate, betas=options.betas, eps=options.eps)
-        )
+        self.optimizer = plain_optimizer(engine, self.weights)
         layers = [module for module in engine.deepspeed.module.modules() if isinstance(module, LinearLayer)]
         added = {layer.weight for layer in layers if by_product}
         assert by_product == bool(added) and engine.reducer is not None
